@@ -1,0 +1,62 @@
+"""Every exception that pgraph raises, in one place.
+
+A message names the thing, its value and the fix. Failures of a capture never reach the user as
+exceptions (the partition runs plainly, with a `Reason`); what is raised here is a wrong call or a
+broken promise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pgraph.reasons import Reason
+
+__all__ = [
+    "CaptureError",
+    "DriverError",
+    "FullCaptureError",
+    "LaunchError",
+    "MatchError",
+    "OptionError",
+    "PgraphError",
+    "PlanError",
+]
+
+
+class PgraphError(Exception):
+    """Base of all pgraph exceptions."""
+
+
+class OptionError(PgraphError, ValueError):
+    """An option is unknown, ill-typed or out of range."""
+
+
+class DriverError(PgraphError, RuntimeError):
+    """A call of the CUDA driver failed, or the driver asked for is not available."""
+
+
+class LaunchError(PgraphError, RuntimeError):
+    """A launch could not be carried out; nothing of its partition has run on the device."""
+
+
+class PlanError(PgraphError, ValueError):
+    """The lifetimes handed to the memory planner contradict each other."""
+
+
+class _Refused(PgraphError):
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class CaptureError(_Refused):
+    """A partition could not be captured. Internal: turned into a fallback with `reason`."""
+
+
+class MatchError(_Refused):
+    """Two captures of a partition could not be matched. Internal: turned into a fallback."""
+
+
+class FullCaptureError(PgraphError, RuntimeError):
+    """`require_full_capture` is set and part of the model stays outside every graph."""
