@@ -1,0 +1,290 @@
+"""Where regions lie inside one chunk, and where a chain of nodes is cut.
+
+**Packing.** What lives past its chunk (an output, a temporary that spans a border) gets a block of
+exactly its own size, so what a border carries over is, byte for byte, what eager would hold there:
+a chunk's cost depends on its two ends only, not on earlier cuts. Inside a chunk, sizes are taken
+from the largest down. Regions of one size share blocks of that size, by colouring their intervals
+in order of birth. A temporary of the chunk that finds none free is tried in the idle rectangles
+(bytes x nodes) of larger blocks, best fit first: an output's block before its birth, a carried
+block after its tenant's death, the gaps between larger temporaries. A rectangle is cut along the
+bytes, so what is left of it keeps its whole span of nodes. Only then is a block opened. So each
+block has the size of one tensor that eager would have allocated, and the caching allocator sees
+the sizes it sees without a graph.
+
+**Cutting.** Without the rectangles a chunk ``[a, b)`` would cost
+``inputs(a) + sum over sizes s of s * max over nodes of (regions of size s alive)``: monotone in
+both ends, equal to eager for one node, and with it the greedy furthest cut needs the fewest
+chunks. A block is opened only while all blocks of its size are busy, so packing never costs more.
+Hence a chunk of one node always fits, the plan's peak is never above the limit, and each cut lies
+at or beyond the greedy cut of that rule: never more chunks than its optimum. Packing across sizes
+cannot be monotone while borders carry exact sizes (a tensor carried in its own block cannot lend
+it to a larger one), so up to `EXHAUSTIVE_NODES` nodes all cuts are searched, and the count is the
+minimum; longer graphs gallop from the rule's cut towards the last node that an ideal packing could
+reach, and stop within a thirty-second of the chunk's length.
+
+**Cost.** One packing of r regions takes O(r log r); a cut takes a few packings of about its own
+chunk, which are dropped as soon as they pass the limit. A bound on the chunks repeats this about ten times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Literal
+
+__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "Chain", "Lane", "Lifetime", "Packed", "survives"]
+
+GRANULE = 512
+"""Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
+
+EXHAUSTIVE_NODES = 32
+"""Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
+
+_SCAN = 24  # idle rectangles looked at per bucket: bounds the cost where hundreds have one size
+
+
+def survives(n_nodes: int) -> int:
+    """The `Lifetime.death` of a region that outlives the launch."""
+    return n_nodes + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lifetime:
+    """When a region must exist, in node order.
+
+    Args:
+        region: unique id.
+        nbytes: size in bytes; 0 is allowed.
+        birth: it must exist before node `birth` runs; 0 for inputs.
+        death: it may be freed once all nodes < `death` have run; ``survives(n_nodes)`` for outputs
+            and for inputs that the caller keeps.
+        kind: who owns it.
+    """
+
+    region: int
+    nbytes: int
+    birth: int
+    death: int
+    kind: Literal["input", "output", "temp"]
+
+
+@dataclasses.dataclass(slots=True)
+class Lane:
+    """A block as one chunk sees it. `owner` is the tenant it was carried in with, or -1 if new."""
+
+    size: int
+    owner: int
+    tenants: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Packed:
+    held: int
+    lanes: list[Lane]
+
+
+class _Idle:
+    """Idle rectangles (bytes x nodes) of blocks, to be found by the span of nodes they cover.
+
+    Each lies in the bucket of the smallest aligned power-of-two window around its span. A rectangle
+    that covers a tenant's span can only be in the buckets of windows around that span: at most
+    log2(nodes) of them. Inside a bucket the order is size, then latest end, then earliest start, so
+    that the first ones looked at are those most likely to cover.
+    """
+
+    __slots__ = ("_buckets", "_top")
+
+    def __init__(self, n: int) -> None:
+        self._buckets: dict[int, list[tuple[int, int, int, int, int]]] = {}
+        self._top = (n - 1).bit_length()
+
+    def add(self, size: int, start: int, end: int, lane: int, offset: int) -> None:
+        if size > 0 and end > start:
+            level = (start ^ (end - 1)).bit_length()
+            bucket = self._buckets.setdefault((start >> level) << 6 | level, [])
+            insort(bucket, (size, -end, start, lane, offset))
+
+    def take(self, size: int, start: int, end: int) -> tuple[int, int] | None:
+        """Best fit of `size` bytes over nodes ``[start, end)``: its ``(lane, offset)``, or None."""
+        best: tuple[int, int, int, int, int] | None = None
+        home: list[tuple[int, int, int, int, int]] = []
+        at = 0
+        for level in range((start ^ (end - 1)).bit_length(), self._top + 1):
+            bucket = self._buckets.get((start >> level) << 6 | level)
+            if not bucket:
+                continue
+            first = bisect_left(bucket, (size,))
+            for i in range(first, min(first + _SCAN, len(bucket))):
+                found = bucket[i]
+                if best is not None and found[0] >= best[0]:
+                    break
+                if found[2] <= start and -found[1] >= end:
+                    best, home, at = found, bucket, i
+                    break
+            if best is not None and best[0] == size:
+                break
+        if best is None:
+            return None
+        del home[at]
+        total, minus_until, since, lane, offset = best
+        self.add(total - size, since, -minus_until, lane, offset + size)
+        self.add(size, since, start, lane, offset)
+        self.add(size, end, -minus_until, lane, offset)
+        return lane, offset
+
+
+class Chain:
+    """Lifetimes indexed by node, in order of birth, and the search for cuts.
+
+    Regions are renumbered 0.. in order of birth. A chain without nodes counts as one node.
+    """
+
+    def __init__(self, n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
+        self.n_nodes = n_nodes
+        n = self.n = max(n_nodes, 1)
+        self.lives = sorted(lifetimes, key=lambda life: min(life.birth, n - 1))
+        self.size = [-(-life.nbytes // GRANULE) * GRANULE for life in self.lives]
+        self.start = [min(life.birth, n - 1) for life in self.lives]
+        # What dies at its birth is treated as used by that node: the safe reading.
+        self.end = [
+            n + 1 if life.death == survives(n_nodes) else max(life.death, start + 1)
+            for life, start in zip(self.lives, self.start, strict=True)
+        ]
+        self.births: list[list[int]] = [[] for _ in range(n + 2)]
+        self.deaths: list[list[int]] = [[] for _ in range(n + 2)]
+        self.releases: list[list[int]] = [[] for _ in range(n + 2)]
+        self.inputs = [0] * (n + 2)  # bytes of inputs not released before node k
+        self.alive = [0] * (n + 2)  # bytes of other regions alive at node k
+        self.carried = [0] * n  # bytes of other regions alive on both sides of border k
+        for r, life in enumerate(self.lives):
+            size, start, end = self.size[r], self.start[r], self.end[r]
+            if life.kind == "input":
+                self.releases[end].append(r)
+                self.inputs[0] += size
+                self.inputs[end] -= size
+            else:
+                self.births[start].append(r)
+                self.deaths[end].append(r)
+                self.alive[start] += size
+                self.alive[end] -= size
+        for k in range(1, n + 2):
+            self.inputs[k] += self.inputs[k - 1]
+            self.alive[k] += self.alive[k - 1]
+        for k in range(n):
+            self.carried[k] = self.alive[k] - sum(self.size[r] for r in self.births[k])
+
+    def pack(self, a: int, b: int, limit: int | None) -> Packed:
+        """Place all that is born in chunk ``[a, b)``.
+
+        Past `limit` it stops early: `held` is then above the limit, and `lanes` unfinished.
+        """
+        held = self.inputs[a] + self.carried[a]
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for k in range(a, b):
+            for r in self.births[k]:
+                groups.setdefault(self.size[r], ([], []))[1].append(r)
+            for r in self.deaths[k]:
+                # A carried tenant that dies inside the chunk leaves its block idle to the end.
+                if self.start[r] < a < k:
+                    groups.setdefault(self.size[r], ([], []))[0].append(r)
+        lanes: list[Lane] = []
+        idle = _Idle(b - a)
+        for size in sorted(groups, reverse=True):
+            carried, born = groups[size]
+            busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane)
+            free: list[tuple[int, int]] = []
+            for r in carried:
+                busy.append((self.end[r], len(lanes)))
+                lanes.append(Lane(size, r))
+            heapq.heapify(busy)
+            for r in born:
+                start, end = self.start[r], self.end[r]
+                while busy and busy[0][0] <= start:
+                    free.append(heapq.heappop(busy))
+                if free:
+                    # The one that fell idle last: the others keep longer gaps.
+                    since, lane = free.pop()
+                    idle.add(size, since - a, start - a, lane, 0)
+                else:
+                    place = idle.take(size, start - a, end - a) if size and end <= b else None
+                    if place is not None:
+                        lanes[place[0]].tenants.append((r, place[1]))
+                        continue
+                    held += size
+                    if limit is not None and held > limit:
+                        return Packed(held, lanes)
+                    lane = len(lanes)
+                    lanes.append(Lane(size, -1))
+                    idle.add(size, 0, start - a, lane, 0)
+                lanes[lane].tenants.append((r, 0))
+                if end < b:
+                    heapq.heappush(busy, (end, lane))
+            for since, lane in busy + free:
+                idle.add(size, since - a, b - a, lane, 0)
+        return Packed(held, lanes)
+
+    def cut(self, limit: int, max_chunks: int | None = None) -> list[int]:
+        """Borders 0 .. n of the fewest chunks within `limit`; empty if more than `max_chunks`."""
+        came_from = {0: -1}
+        frontier = [0]
+        depth = 0
+        while self.n not in came_from:
+            if depth == max_chunks:
+                return []
+            depth += 1
+            reached = []
+            for a in frontier:
+                for b in self._ends(a, limit):
+                    if b not in came_from:
+                        came_from[b] = a
+                        reached.append(b)
+            frontier = reached
+        cuts = [self.n]
+        while cuts[-1] > 0:
+            cuts.append(came_from[cuts[-1]])
+        return cuts[::-1]
+
+    def _ends(self, a: int, limit: int) -> list[int]:
+        """Ends of chunks from `a` within the limit, the furthest first: all, or one in long chains."""
+        sure = self._sure_end(a, limit)
+        if sure == self.n:
+            return [sure]
+        # No packing can go beyond; the bound on the look-ahead keeps many short chunks linear.
+        most = sure
+        room = limit - self.inputs[a]
+        ahead = min(self.n, a + 64 * (sure - a) + 1024)
+        while most < ahead and self.alive[most] <= room:
+            most += 1
+        if self.n <= EXHAUSTIVE_NODES:
+            further = [b for b in range(most, sure, -1) if self.pack(a, b, limit).held <= limit]
+            return further + list(range(sure, a, -1))
+        if self.pack(a, most, limit).held <= limit:
+            return [most]
+        step = sure - a
+        while most - sure > max(1, (sure - a) // 32):
+            middle = min(sure + step, (sure + most) // 2)
+            if self.pack(a, middle, limit).held <= limit:
+                sure, step = middle, 2 * step
+            else:
+                most = middle
+        return [sure]
+
+    def _sure_end(self, a: int, limit: int) -> int:
+        """The furthest end within the limit if only regions of equal size shared blocks."""
+        held = self.inputs[a] + self.carried[a]
+        idle: dict[int, int] = {}  # blocks at rest, by size
+        for k in range(a, self.n):
+            if k > a:
+                for r in self.deaths[k]:
+                    idle[self.size[r]] = idle.get(self.size[r], 0) + 1
+            for r in self.births[k]:
+                size = self.size[r]
+                if idle.get(size, 0):
+                    idle[size] -= 1
+                else:
+                    held += size
+            if held > limit and k > a:
+                return k
+        return self.n
