@@ -251,24 +251,25 @@ class Chain:
         sure = self._sure_end(a, limit)
         if sure == self.n:
             return [sure]
-        # No packing can go beyond; the bound on the look-ahead keeps many short chunks linear.
+        # No packing can go beyond `most`. Looking to the end from everywhere would be quadratic.
         most = sure
         room = limit - self.inputs[a]
-        ahead = min(self.n, a + 64 * (sure - a) + 1024)
+        ahead = min(self.n, a + 16 * (sure - a) + 64) if a else self.n
         while most < ahead and self.alive[most] <= room:
             most += 1
         if self.n <= EXHAUSTIVE_NODES:
             further = [b for b in range(most, sure, -1) if self.pack(a, b, limit).held <= limit]
             return further + list(range(sure, a, -1))
-        if self.pack(a, most, limit).held <= limit:
+        if most == self.n and self.pack(a, most, limit).held <= limit:
             return [most]
         step = sure - a
-        while most - sure > max(1, (sure - a) // 32):
-            middle = min(sure + step, (sure + most) // 2)
+        beyond = most if most == self.n else most + 1  # the nearest end known or taken not to fit
+        while beyond - sure > max(1, (sure - a) // 32):
+            middle = min(sure + step, (sure + beyond) // 2)
             if self.pack(a, middle, limit).held <= limit:
                 sure, step = middle, 2 * step
             else:
-                most = middle
+                beyond = middle
         return [sure]
 
     def _sure_end(self, a: int, limit: int) -> int:

@@ -252,6 +252,18 @@ def test_20000_nodes_take_less_than_two_seconds(spread: str) -> None:
     assert plan.peak <= plan.eager_peak * 1.01
 
 
+def test_many_short_chunks_take_linear_time() -> None:
+    build = Build(20_000)
+    for k in range(10_000):
+        build.temp(512 * (20_000 - k), 2 * k, 2 * k + 2)
+        build.temp(512 * k, 2 * k, 2 * k + 2)
+    begin = time.process_time()
+    plan = make_plan(20_000, build.lives, slack_bytes=0, slack_ratio=0.0)
+    assert time.process_time() - begin < 4.0
+    assert len(plan.chunks) > 5000
+    assert plan.peak == plan.eager_peak
+
+
 def model_backward(layers: int, hidden: int, inner: int, weight: int) -> Build:
     """Per layer 12 nodes: saved activations die, temporaries come and go, gradients are born."""
     per = 12
@@ -378,7 +390,9 @@ def test_wrong_arguments_are_named() -> None:
 class Snapshots(expecttest.TestCase):
     def test_layer_forward(self) -> None:
         build = layer_forward(8192, 28672)
-        self.assertExpectedInline(make_plan(build.n, build.lives, slack_bytes=0).render(), """\
+        self.assertExpectedInline(
+            make_plan(build.n, build.lives, slack_bytes=0).render(),
+            """\
 plan: 13 nodes, 2 chunks, 6 blocks, peak 102,400 B, eager 102,400 B
 chunk 0: nodes [0, 11), held 102,400 B
   + b0 28,672 B: r1@0 r2@8,192 r3@16,384 r5@0 r6@8,192 r9@0
@@ -390,11 +404,14 @@ chunk 1: nodes [11, 13), held 61,440 B
   + b4 8,192 B: r12@0
   + b5 8,192 B: r13@0
   - b1 b2 b4
-""")
+""",
+        )
 
     def test_backward(self) -> None:
         build = model_backward(2, 8192, 28672, 20480)
-        self.assertExpectedInline(make_plan(build.n, build.lives, slack_bytes=0).render(), """\
+        self.assertExpectedInline(
+            make_plan(build.n, build.lives, slack_bytes=0).render(),
+            """\
 plan: 24 nodes, 5 chunks, 23 blocks, peak 724,992 B, eager 724,992 B
 chunk 0: nodes [0, 4), held 724,992 B
   + b0 28,672 B: r13@0 r15@0
@@ -434,7 +451,8 @@ chunk 4: nodes [17, 24), held 712,704 B
   + b22 8,192 B: r50@0
   - b11 b20 b22
   ~ r36 r40 r35 r41 r34 r33 r32 r31 r30
-""")
+""",
+        )
 
     def test_chain_of_temporaries(self) -> None:
         build = Build(8)
@@ -442,7 +460,9 @@ chunk 4: nodes [17, 24), held 712,704 B
         for k in range(7):
             build.temp(4096 if k % 2 else 2048, k, k + 2 if k < 6 else 8)
         build.output(4096, 7)
-        self.assertExpectedInline(make_plan(build.n, build.lives, slack_bytes=0).render(), """\
+        self.assertExpectedInline(
+            make_plan(build.n, build.lives, slack_bytes=0).render(),
+            """\
 plan: 8 nodes, 2 chunks, 2 blocks, peak 6,144 B, eager 6,144 B
 chunk 0: nodes [0, 1), held 6,144 B
   + b0 2,048 B: r1@0 r3@0 r5@0 r7@0
@@ -450,4 +470,5 @@ chunk 0: nodes [0, 1), held 6,144 B
 chunk 1: nodes [1, 8), held 6,144 B
   + b1 4,096 B: r2@0 r4@0 r6@0 r8@0
   - b0
-""")
+""",
+        )
