@@ -17,8 +17,12 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from pgraph.reasons import Reason
+
 __all__ = [
+    "METADATA_OPS",
     "argument",
+    "describe",
     "input_values",
     "is_getitem",
     "is_neutral",
@@ -29,6 +33,7 @@ __all__ = [
     "symbols",
     "unbacked",
     "user_line",
+    "why",
 ]
 
 # A custom op with mutable arguments appears wrapped in one of these; what runs is the wrapped op.
@@ -209,3 +214,14 @@ def user_line(node: Node) -> str | None:
         if not path.startswith("<") and not os.path.realpath(path).startswith(_OWN_ROOTS):
             return f"{path}:{line}"
     return None
+
+
+def why(node: Node, code: str, sentence: str, fix: str) -> Reason:
+    """A reason with the user's own line behind `node`."""
+    return Reason(code, sentence, fix, user_line(node))
+
+
+def describe(node: Node, value: torch.Tensor) -> str:
+    """A value of `node` in words: name, type, shape, device."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{node.name} ({dtype}{list(value.shape)} on {value.device})"
