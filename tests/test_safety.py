@@ -15,6 +15,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+import torch._dynamo.source
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch._higher_order_ops.out_dtype import out_dtype
