@@ -1,0 +1,169 @@
+"""Names of ops that need judging by name, with what is known about each. Data only.
+
+Facts come from PyTorch's CUDA sources of 2.11 to 2.13. Ops that are safe although they look
+otherwise, and why: ``embedding_dense_backward``, ``embedding_renorm_``, ``_embedding_bag*`` (their
+counts stay on the device since the thrust calls went), ``_foreach_*`` and ``_fused_adam`` (pointers
+sit in kernel parameters), ``_grouped_mm`` (its table is made on the device from bases, and lives in
+program order), ``_fft_*`` (the work area is set at each call), ``nonzero_static``, ``_assert_async``.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+
+def _aten(*names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names)
+
+
+# Higher-order ops that may be captured, each with the reason why.
+ALLOWED_HOPS: Final = MappingProxyType(
+    {
+        "triton_kernel_wrapper_mutation": "one launch of the user's Triton kernel",
+        "triton_kernel_wrapper_functional": "clones, then one launch of the user's Triton kernel",
+        "out_dtype": "one matrix product with another result type",
+        "flex_attention": "one kernel made from its subgraphs, which are judged too",
+        "flex_attention_backward": "kernels made from its subgraphs, which are judged too",
+        "inline_asm_elementwise": "one pointwise kernel",
+    }
+)
+SUBGRAPH_HOPS: Final = frozenset({"flex_attention", "flex_attention_backward"})
+RNG_STATE_HOPS: Final = frozenset(
+    {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state", "run_dtensor_rng_op"}
+)
+
+COLLECTIVE_NAMESPACES: Final = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
+)
+STREAM_NAMESPACES: Final = frozenset({"streams"})
+STREAM_OPS: Final = _aten("record_stream")
+
+HOST_READS: Final = _aten(
+    "_assert_scalar",
+    "_functional_assert_scalar",
+    "_local_scalar_dense",
+    "_to_cpu",
+    "allclose",
+    "equal",
+    "is_nonzero",
+    "item",
+)
+
+# Op -> fix.
+HOST_SYNCS: Final = MappingProxyType(
+    {
+        "aten::_fused_moving_avg_obs_fq_helper": "observe outside the compiled region",
+        "aten::_fused_moving_avg_obs_fq_helper_functional": "observe outside the compiled region",
+        "aten::histc": "pass min and max",
+        "aten::isin": "compare with broadcasting: (a.unsqueeze(-1) == b).any(-1)",
+        "aten::mode": "use torch.median, or a sort and a comparison",
+        "aten::segment_reduce": "pass unsafe=True when the lengths are known to be valid",
+    }
+)
+
+INDEX_OPS: Final = _aten(
+    "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"
+)
+DYNAMIC_FIXES: Final = MappingProxyType(
+    {
+        "aten::bincount": "use zeros(n).index_add_(0, x, ones)",
+        "aten::masked_select": "use torch.where, or multiply by the mask",
+        "aten::nonzero": "use torch.where(mask, a, b), or torch.nonzero_static with a size",
+        "aten::one_hot": "pass num_classes",
+        "aten::repeat_interleave": "pass output_size",
+    }
+)
+
+JAGGED_OPS: Final = frozenset(
+    {
+        "aten::_jagged_to_padded_dense_forward",
+        "aten::_padded_dense_to_jagged_forward",
+        "fbgemm::dense_to_jagged",
+        "fbgemm::jagged_to_padded_dense",
+    }
+)
+
+# Without the namespace. `linalg_*` and `cholesky*` are refused by prefix.
+SOLVERS: Final = frozenset(
+    {
+        "_lu_with_info",
+        "det",
+        "geqrf",
+        "inverse",
+        "logdet",
+        "lu_solve",
+        "matrix_exp",
+        "orgqr",
+        "ormqr",
+        "pinverse",
+        "qr",
+        "slogdet",
+        "svd",
+        "triangular_solve",
+    }
+)
+# One or a few ordinary kernels, under the same prefix.
+PLAIN_LINALG: Final = frozenset(
+    {
+        "linalg_cross",
+        "linalg_diagonal",
+        "linalg_matmul",
+        "linalg_multi_dot",
+        "linalg_vecdot",
+        "linalg_vector_norm",
+    }
+)
+
+STATEFUL_PREFIXES: Final = (
+    "_cudnn_rnn",
+    "_cudnn_ctc",
+    "_cudnn_init_dropout",
+    "miopen_rnn",
+    "miopen_ctc",
+    "_ctc_loss",
+)
+STATEFUL: Final = frozenset({"ctc_loss", "gru", "lstm", "rnn_relu", "rnn_tanh"})
+
+STORAGE_OPS: Final = _aten("_resize_output", "_resize_output_", "resize", "resize_as_sparse_", "set_data") | {
+    "inductor::accumulate_grad_",
+    "inductor::resize_storage_bytes_",
+}
+PIN_OPS: Final = _aten("_pin_memory", "is_pinned", "pin_memory")
+COPY_OPS: Final = _aten("_copy_from", "_copy_from_and_resize", "_to_copy", "copy", "copy_", "to") | {
+    "prims::copy_to",
+    "prims::device_put",
+}
+
+# These draw the seeds of a whole graph; the ops that use the seeds are ordinary kernels.
+SEED_OPS: Final = frozenset({"prims::inductor_seed", "prims::inductor_seeds"})
+# Ops whose `p` is the chance to drop, so that 0 draws nothing that matters.
+DROPOUT_OPS: Final = _aten(
+    "alpha_dropout",
+    "alpha_dropout_",
+    "dropout",
+    "dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+    "native_dropout",
+)
+ATTENTION_OPS: Final = _aten(
+    *(
+        f"{family}_{step}"
+        for family in ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+        for step in ("forward", "backward")
+    ),
+    *(
+        f"_scaled_dot_product_{kind}_attention{tail}"
+        for kind in ("flash", "efficient", "cudnn")
+        for tail in ("", "_backward")
+    ),
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
+OPAQUE_TYPES: Final = frozenset({"FakeScriptObject", "FakeOpaqueObject"})
