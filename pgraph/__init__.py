@@ -1,3 +1,52 @@
-"""pgraph: a `torch.compile` backend with CUDA-graph speed at no-graph memory."""
+"""pgraph: a `torch.compile` backend with CUDA-graph speed at no-graph memory.
 
+The files, in the order in which data flows through them:
+
+========================  ==========================================================================
+`backend`                 Dynamo graph in; forward, backward and inference graphs to runners
+`options`                 what a user can choose
+`safety`, `nodes`,        which ops may be captured, and why not
+`optable`
+`partition`               contiguous runs of safe and unsafe ops, each a module of its own
+`capture`                 record a partition on ghost memory
+`match`                   two recordings -> which words of the node parameters are which region
+`plan`, `packing`         when memory is allocated and freed around which chunk of nodes
+`build`                   the steps above in order; `template` holds what they leave behind
+`launch`                  today's addresses in, ordinary tensors out
+`runner`                  the state machine: plain, captured, launched, fallen back
+`drivers/`                CUDA, and the same rules on the CPU
+`report`                  what has been done so far, and what stays outside and why
+`compat`                  PyTorch's private interfaces
+========================  ==========================================================================
+
+Importing this package imports neither torch nor CUDA: `TORCH_LOGS="+pgraph"` imports it while torch
+itself is still being imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pgraph.backend import reset as reset
+    from pgraph.options import list_options as list_options
+    from pgraph.report import report as report
+    from pgraph.safety import mark_unsafe as mark_unsafe
+
+__all__ = ["list_options", "mark_unsafe", "report", "reset"]
 __version__ = "0.1.0"
+
+_HOME = {
+    "list_options": "pgraph.options",
+    "mark_unsafe": "pgraph.safety",
+    "report": "pgraph.report",
+    "reset": "pgraph.backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        import importlib
+
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'pgraph' has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""From a partition's code to something that can be launched: capture twice, match, plan, instantiate.
+
+Each step either succeeds or raises an error with a `Reason`; nothing has run by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pgraph.capture import record
+from pgraph.drivers.base import Driver, Exec
+from pgraph.match import RangeMap, match
+from pgraph.plan import Lifetime, Plan, make_plan, survives
+from pgraph.template import Recording, Region, Slot, Template
+
+__all__ = ["Built", "build"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class Built:
+    """A template with one exec per chunk of its plan.
+
+    Args:
+        seconds: from the first capture to the last instantiation.
+    """
+
+    template: Template
+    execs: list[Exec]
+    graph: Any
+    driver: Driver
+    seconds: float
+
+    def close(self) -> None:
+        """Free the execs and the graph."""
+        for e in self.execs:
+            e.close()
+        self.execs = []
+        if self.graph is not None:
+            self.driver.release_graph(self.graph)
+            self.graph = None
+
+
+def build(
+    driver: Driver,
+    fn: Callable[[list[Any]], Sequence[Any]],
+    inputs: Sequence[Any],
+    *,
+    namespaces: Sequence[dict[str, Any]] = (),
+    constants: Sequence[torch.Tensor] = (),
+    kept_inputs: frozenset[int] = frozenset(),
+    slack_bytes: int = 4 << 20,
+) -> Built:
+    """Capture `fn` twice and make it launchable.
+
+    Args:
+        driver: where.
+        fn: the partition's code; takes one list and empties it.
+        inputs: today's arguments; only layout and alignment are read.
+        namespaces: see `pgraph.capture.record`.
+        constants: tensors that the code holds for as long as it lives.
+        kept_inputs: positions among the device tensors in `inputs` whose memory the caller keeps
+            (parameters): the plan need not wait for their release.
+        slack_bytes: see `pgraph.plan.make_plan`.
+
+    Raises:
+        CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
+    """
+    start = time.perf_counter()
+    with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
+        first = record(driver, first_arena, fn, inputs, namespaces)
+        try:
+            second = record(driver, second_arena, fn, inputs, namespaces)
+            driver.release_graph(second.graph)
+            slots = match(
+                first,
+                second,
+                framework=driver.framework_ranges(),
+                constants=RangeMap([(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), 0) for t in constants]),
+            )
+            template = _template(first, second, slots, kept_inputs, slack_bytes)
+            built = Built(template, [], first.graph, driver, 0.0)
+            try:
+                for chunk in template.plan.chunks:
+                    built.execs.append(
+                        driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
+                    )
+            except BaseException:
+                built.graph = None
+                built.close()
+                raise
+        except BaseException:
+            driver.release_graph(first.graph)
+            raise
+    built.seconds = time.perf_counter() - start
+    log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template)
+    return built
+
+
+def _template(
+    a: Recording, b: Recording, slots: tuple[Slot, ...], kept_inputs: frozenset[int], slack_bytes: int
+) -> Template:
+    n = len(a.nodes)
+    returned = {o.region for o in a.outputs if o.region is not None}
+    returned_inputs = {o.input for o in a.outputs if o.input is not None}
+    regions = []
+    for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
+        end = n if x.death is None or y.death is None else max(x.death, y.death)
+        if i < a.n_inputs:
+            keep = i in kept_inputs or i in returned_inputs or x.death is None
+            regions.append(Region(i, "input", x.nbytes, 0, survives(n) if keep else end))
+        elif i in returned:
+            regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
+        else:
+            regions.append(Region(i, "temp", x.nbytes, x.birth, end))
+    plan = _plan(n, regions, slots, slack_bytes)
+    return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
+
+
+def _plan(n: int, regions: Sequence[Region], slots: tuple[Slot, ...], slack_bytes: int) -> Plan:
+    # A temporary that no node names has no reader and no writer: it needs no memory.
+    named = {s.region for s in slots}
+    lifetimes = [
+        Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind)
+        for r in regions
+        if r.kind != "temp" or r.index in named
+    ]
+    return make_plan(n, lifetimes, slack_bytes=slack_bytes)

@@ -1,0 +1,276 @@
+"""Record one run of a partition on ghost memory: nodes, allocations with lifetimes, outputs.
+
+No kernel runs and no physical memory is used: inputs are aliased by ghosts of the same layout and
+alignment, and whatever the code allocates gets a ghost address. The allocation timeline counts in
+nodes: a range is born at the number of nodes recorded when it was taken, and dead at the number
+recorded when it was first seen without an owner.
+
+Note [Lifetimes in program order]
+A range dies when the program drops its last reference (seen by a weak reference to the storage),
+not after the last node that names it: some ops write a table of pointers on the device, and only
+the table is named by the kernels that read through it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
+from pgraph.errors import CaptureError
+from pgraph.reasons import Reason
+from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
+
+__all__ = ["record"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Range:
+    """An allocation while it is being watched."""
+
+    address: int
+    nbytes: int
+    birth: int
+    slack: int
+    owner: StorageWeakRef | None
+    death: int | None = None
+
+
+class _Recorder(TorchDispatchMode):
+    """Sends each dispatched op to the session and keeps the allocation timeline."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self.ranges: list[_Range] = []
+        self._alive: list[_Range] = []
+        self._known: dict[int, _Range] = {}
+        # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
+        self._marks: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self.boundary()
+        result = self._session.run_op(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._adopt(leaf, before)
+        self.boundary()
+        return result
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A ghost with the layout, storage offset and alignment of a real input."""
+        nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
+        address = self._session.arena.take(nbytes, tensor.data_ptr() % ALIGNMENT)
+        ghost = self._session.arena.tensor(
+            address, tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset()
+        )
+        self._watch(ghost, address, nbytes, birth=0)
+        return ghost
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What a generated module gets for `torch.empty_strided`."""
+        birth = self.boundary()
+        ghost = self._session.arena.empty_strided(size, stride, dtype)
+        self._watch(ghost, ghost.data_ptr(), ghost.untyped_storage().nbytes(), birth)
+        return ghost
+
+    def boundary(self) -> int:
+        """Note deaths up to now; returns the number of nodes recorded."""
+        count = self._session.node_count()
+        self._marks.append((self._session.arena.position, count))
+        still_alive = []
+        for r in self._alive:
+            assert r.owner is not None
+            if r.owner.expired():
+                r.death = count
+                self._known.pop(r.address, None)
+            else:
+                still_alive.append(r)
+        self._alive = still_alive
+        return count
+
+    def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._known or not self._session.arena.holds(address):
+            return
+        cdata = StorageWeakRef(storage).cdata
+        if any(r.owner is not None and r.owner.cdata == cdata for r in self._alive):
+            return  # an alias of an input: its storage begins before its range
+        self._watch(tensor, address, storage.nbytes(), birth)
+
+    def _watch(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
+        owner = StorageWeakRef(tensor.untyped_storage())
+        r = _Range(address, nbytes, birth, self._session.arena.guard, owner)
+        self.ranges.append(r)
+        self._alive.append(r)
+        self._known[address] = r
+
+    def add_hidden(self) -> None:
+        """Add what ops allocated for themselves, dated by the arena's position."""
+        tracked = {r.address: r for r in self.ranges}
+        positions = [position for position, _ in self._marks]
+        for h in self._session.hidden():
+            if h.address in tracked:
+                r = tracked[h.address]
+                r.nbytes = max(r.nbytes, h.nbytes)
+                continue
+            if h.kept:
+                self._session.arena.leaked = True
+                raise CaptureError(_library_kept(h.nbytes))
+            k = bisect.bisect_right(positions, h.address) - 1
+            birth = self._marks[max(k, 0)][1]
+            death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
+            self.ranges.append(_Range(h.address, h.nbytes, birth, 0, None, death))
+
+
+def record(
+    driver: Driver,
+    arena: Arena,
+    fn: Callable[[list[Any]], Sequence[Any]],
+    inputs: Sequence[Any],
+    namespaces: Sequence[dict[str, Any]] = (),
+) -> Recording:
+    """Capture one call of `fn` (which takes one list and empties it).
+
+    Args:
+        driver: where to capture.
+        arena: ghost addresses to use; must outlive the second capture too.
+        fn: the partition's code.
+        inputs: today's arguments; only their layout and alignment are read.
+        namespaces: globals of generated modules that allocate by themselves.
+
+    Raises:
+        CaptureError: the driver refused; nothing has run and nothing is left behind.
+    """
+    # The collector must not free somebody else's device objects in the middle of a capture.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with driver.capture(arena) as session:
+            try:
+                return _record(session, fn, inputs, namespaces)
+            except Exception as e:
+                reason = e.reason if isinstance(e, CaptureError) else _failure(e)
+                log.debug("capture failed", exc_info=True)
+                # The frames hold ghost tensors, which must be gone before their memory is.
+                traceback.clear_frames(e.__traceback__)
+    finally:
+        if collecting:
+            gc.enable()
+    raise CaptureError(reason)
+
+
+def _record(
+    session: Session, fn: Callable[[list[Any]], Sequence[Any]], inputs: Sequence[Any], namespaces: Sequence[Any]
+) -> Recording:
+    recorder = _Recorder(session)
+    position_of: list[int | None] = []
+    arguments: list[Any] = []
+    for value in inputs:
+        tracked = isinstance(value, torch.Tensor) and value.device.type == session.arena.device.type
+        position_of.append(len(recorder.ranges) if tracked else None)
+        arguments.append(recorder.alias(value) if tracked else value)
+    n_inputs = len(recorder.ranges)
+    with contextlib.ExitStack() as stack:
+        for namespace in namespaces:
+            stack.enter_context(
+                patched(namespace, session.patches(namespace, recorder.empty_strided))
+            )
+        stack.enter_context(recorder)
+        results = fn(arguments)
+    arguments.clear()
+    recorder.boundary()
+    graph, nodes = session.end()
+    recorder.add_hidden()
+    ranges, moved = _merge(recorder.ranges, n_inputs)
+    specs = tuple(_output_spec(r, recorder.ranges, moved, ranges, n_inputs, session.arena) for r in results)
+    allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
+    return Recording(nodes, allocations, n_inputs, specs, (session.arena.low, session.arena.high), graph)
+
+
+def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:
+    """Ranges that overlap become one region; returns the regions and, per range, its region.
+
+    Note [Scratch and result in one place]
+    A library may free scratch inside an op and take the same address for the result. Nothing tells
+    which word means which, so both become one region as large as both and alive as long as either.
+    """
+    moved = list(range(n_inputs)) + [-1] * (len(ranges) - n_inputs)
+    merged: list[tuple[_Range, list[int]]] = []
+    for i in sorted(range(n_inputs, len(ranges)), key=lambda i: (ranges[i].address, i)):
+        r = ranges[i]
+        if merged:
+            last = merged[-1][0]
+            if r.address < last.address + last.nbytes:
+                last.nbytes = max(last.nbytes, r.address + r.nbytes - last.address)
+                last.birth = min(last.birth, r.birth)
+                ends = (last.death, r.death)
+                last.death = None if None in ends else max(e for e in ends if e is not None)
+                last.slack = 0
+                merged[-1][1].append(i)
+                continue
+        merged.append((dataclasses.replace(r), [i]))
+    merged.sort(key=lambda m: (m[0].birth, m[0].address))
+    for region, (_, members) in enumerate(merged):
+        for i in members:
+            moved[i] = n_inputs + region
+    return ranges[:n_inputs] + [r for r, _ in merged], moved
+
+
+def _output_spec(
+    value: Any, ranges: list[_Range], moved: list[int], regions: list[_Range], n_inputs: int, arena: Arena
+) -> OutputSpec:
+    if not isinstance(value, torch.Tensor):
+        return OutputSpec(constant=value)
+    owner = StorageWeakRef(value.untyped_storage())
+    for i, r in enumerate(ranges):
+        if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
+            region = moved[i]
+            base = regions[region].address
+            layout = TensorSpec(
+                tuple(value.size()), tuple(value.stride()), value.dtype, value.data_ptr() - base
+            )
+            return OutputSpec(input=region, layout=layout) if i < n_inputs else OutputSpec(region=region, layout=layout)
+    if arena.holds(value.data_ptr()):
+        raise CaptureError(
+            Reason(
+                "untracked-output",
+                f"a result of shape {tuple(value.size())} lies in memory that no tensor was seen to own",
+                "mark the op that makes it with pgraph.mark_unsafe",
+            )
+        )
+    return OutputSpec(constant=value)
+
+
+def _failure(error: Exception) -> Reason:
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    return Reason(
+        "capture-failed",
+        f"the capture stopped: {type(error).__name__}: {first}",
+        "the partition runs plainly; mark the op with pgraph.mark_unsafe to keep the rest of it in a graph",
+    )
+
+
+def _library_kept(nbytes: int) -> Reason:
+    return Reason(
+        "library-keeps-memory",
+        f"a library took {nbytes} bytes during the capture and kept them",
+        "run the model once more before it is captured (option warmup), so that the library settles",
+    )

@@ -1,0 +1,148 @@
+"""Every private PyTorch interface that pgraph uses above the drivers, in one place.
+
+Each was seen working on torch 2.11.0 (cu130) and 2.13.0 (CPU); `tests/test_compat.py` has a test
+for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import detect_fake_mode
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.utils import BoxedBool
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = [
+    "assert_size_stride",
+    "boxed_module",
+    "compile_graph",
+    "compile_model",
+    "fake_mode_of",
+    "generated_namespaces",
+    "inductor_mode",
+    "own_output_strides",
+    "reinterpret",
+]
+
+assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
+"""(tensor, size, stride): AssertionError if they differ; 2.11, 2.13."""
+
+reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor
+"""(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
+
+fake_mode_of = detect_fake_mode
+
+# Splitting is pgraph's, graphs are pgraph's: Inductor must do neither.
+_INNER_CONFIG = {"graph_partition": False, "triton.cudagraphs": False}
+
+
+def compile_model(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    settings: dict[str, Any],
+) -> Callable[..., Any]:
+    """Inductor's whole front end (pre-grad and joint passes, AOTAutograd, min-cut), with another
+    compiler for the resulting forward, backward and inference graphs.
+
+    AOTAutograd's cache is switched off: an entry that plain Inductor left would be taken for ours.
+    """
+    patches = {**settings, **_INNER_CONFIG}
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], **kwargs: Any
+) -> Callable[[list[Any]], Any]:
+    """Inductor's code for one ATen graph; the result takes one list and empties it."""
+    kwargs["cudagraphs"] = BoxedBool(False)
+    with inductor_config.patch({**settings, **_INNER_CONFIG}):
+        return compile_fx_inner(gm, list(inputs), **kwargs)
+
+
+def inductor_mode(mode: str | None) -> dict[str, Any]:
+    """Inductor settings of a `torch.compile(mode=...)`, less the ones about CUDA graphs.
+
+    Raises:
+        RuntimeError: the mode is unknown (the message lists the known ones).
+    """
+    settings = torch._inductor.list_mode_options(mode) if mode else {}
+    return {k: v for k, v in settings.items() if "cudagraph" not in k}
+
+
+def boxed_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module's forward as a function of one list, which it empties; values die after last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    @functools.wraps(forward)
+    def call(args: list[Any]) -> Any:
+        return forward(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+@contextlib.contextmanager
+def own_output_strides(n_outputs: int) -> Iterator[None]:
+    """Compile several graphs for one: each would report its output strides as the whole's.
+
+    Inductor asserts that nobody reported before. The parts keep every stride as traced (all their
+    outputs count as user-visible), so afterwards there is nothing to report: one None per output.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        yield
+        return
+    kept, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = kept
+        kept.extend([None] * n_outputs)
+
+
+def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:
+    """Globals of the modules that Inductor generated for `compiled`.
+
+    Generated code allocates through names in its own module; whoever wants to see the allocations
+    has to replace them there.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    seen: set[int] = set()
+    queue: list[Any] = [compiled, getattr(compiled, "current_callable", None)]
+    while queue and len(seen) < 200:
+        item = queue.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, functools.partial):
+            queue.append(item.func)
+        elif isinstance(item, types.MethodType):
+            queue += [item.__func__, item.__self__]
+        elif isinstance(item, types.FunctionType):
+            if "async_compile" in item.__globals__ and "assert_size_stride" in item.__globals__:
+                found[id(item.__globals__)] = item.__globals__
+                continue
+            queue += [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
+            queue.append(getattr(item, "__wrapped__", None))
+        else:
+            queue.append(getattr(item, "current_callable", None))
+    return list(found.values())
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return callable(cell.cell_contents)
+    except ValueError:
+        return False

@@ -1,0 +1,87 @@
+"""Choosing a driver. `cuda` is imported only when a CUDA tensor is met."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from pgraph.drivers.base import Driver
+from pgraph.errors import DriverError
+
+__all__ = ["choose", "close_all"]
+
+log = logging.getLogger(__name__)
+
+_drivers: dict[torch.device, Driver] = {}
+_lock = threading.Lock()
+_noticed = False
+
+
+def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
+    """The driver for a graph, None to run it plainly.
+
+    Args:
+        wanted: option `driver`.
+        gm: an ATen graph with ``meta["val"]``; its tensors' devices decide.
+
+    Raises:
+        DriverError: the driver asked for is not available on this machine.
+    """
+    device = _device_of(gm)
+    if wanted == "host":
+        return _get(torch.device("cpu")) if device is None or device.type == "cpu" else None
+    if device is not None and device.type == "cuda":
+        return _get(device)
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DriverError(
+            "option driver='cuda' but torch.cuda.is_available() is False; use driver='host' to try pgraph on "
+            "a CPU, or 'auto'"
+        )
+    _notice_once()
+    return None
+
+
+def _device_of(gm: torch.fx.GraphModule) -> torch.device | None:
+    """The first CUDA device met, else the CPU if there is any tensor at all."""
+    found: torch.device | None = None
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.device.type == "cuda":
+                    return leaf.device if leaf.device.index is not None else torch.device("cuda", 0)
+                found = found or leaf.device
+    return found
+
+
+def _get(device: torch.device) -> Driver:
+    with _lock:
+        if device not in _drivers:
+            if device.type == "cuda":
+                from pgraph.drivers.cuda import CudaDriver
+
+                _drivers[device] = CudaDriver(device.index)
+            else:
+                from pgraph.drivers.host import HostDriver
+
+                _drivers[device] = HostDriver()
+        return _drivers[device]
+
+
+def _notice_once() -> None:
+    global _noticed
+    if not _noticed:
+        _noticed = True
+        log.warning(
+            "pgraph has nothing to capture for CPU tensors: they run plainly "
+            "(options={'driver': 'host'} tries the mechanism on the CPU)"
+        )
+
+
+def close_all() -> None:
+    """Free what the drivers hold; they come back when needed."""
+    with _lock:
+        for driver in _drivers.values():
+            driver.close()

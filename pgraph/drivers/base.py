@@ -1,0 +1,240 @@
+"""What pgraph asks of a driver. Everything above this interface is device-free.
+
+Two drivers implement it: `pgraph.drivers.cuda` (real graphs) and `pgraph.drivers.host` (the same
+rules on a CPU). A capture goes
+
+    with driver.capture_lock(), driver.arena(0) as arena, driver.capture(arena) as session:
+        ...ops run through `session.run_op`, allocations through `arena.empty_strided`...
+        session.end()
+
+and leaves a graph behind, from which `driver.instantiate` makes an `Exec` for a range of nodes.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from pgraph.match import RangeMap
+from pgraph.template import NodeRecord, Slot
+
+__all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "Session"]
+
+ALIGNMENT = 256
+"""Bytes. Kernels are chosen by the alignment of their arguments; nothing looks beyond this
+(cuBLASLt's heuristics ask for up to 256, Triton and TMA for 16)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HiddenAllocation:
+    """Ghost memory that no tensor of the program owned: an op's own scratch.
+
+    Args:
+        address: first byte.
+        nbytes: size in bytes as it was asked for.
+        freed: False if its owner (a library's cache) still held it when the last op was recorded.
+        kept: True if the owner could not be made to give it back afterwards.
+    """
+
+    address: int
+    nbytes: int
+    freed: bool
+    kept: bool = False
+
+
+class Arena(abc.ABC):
+    """A reserved range of ghost addresses: addresses that stand for nothing, never used twice.
+
+    Note [Addresses are never reused]
+    A dead temporary's address must not be handed out again inside one capture: a later tensor at
+    the same address would be taken for the earlier one (hazard: scratch of attention written past
+    the end of the smaller output that took its place). Ghost memory costs nothing, so the position
+    only grows. What a library frees and takes again inside one op cannot be kept apart; those
+    ranges are merged into one region (`pgraph.capture`).
+
+    Note [Two layouts]
+    Two arenas are laid out with different gaps. A pointer that left its own range and landed in a
+    neighbour would otherwise do so at the same distance in both captures and pass for the
+    neighbour's.
+    """
+
+    low: int
+    high: int
+    guard: int
+    leaked: bool = False
+    """Set when a library kept some of it: the addresses then stay reserved for ever."""
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> int:
+        """Every address handed out so far lies below it."""
+
+    @abc.abstractmethod
+    def take(self, nbytes: int, phase: int = 0) -> int:
+        """A fresh range of `nbytes` bytes whose address is `phase` modulo `ALIGNMENT`.
+
+        Raises:
+            DriverError: the reserved range is used up.
+        """
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """The device that the ghost tensors claim to be on."""
+
+    def holds(self, address: int) -> bool:
+        """True if the address lies in this arena."""
+        return self.low <= address < self.high
+
+    def tensor(
+        self, address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """A tensor whose `data_ptr()` is `address`; nothing owns the memory.
+
+        Args:
+            storage_offset: in elements; the storage then begins that much before `address`.
+        """
+        before = storage_offset * dtype.itemsize
+        nbytes = before + extent(size, stride) * dtype.itemsize
+        storage = torch._C._construct_storage_from_data_pointer(address - before, self.device, nbytes)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh ghost tensor, in place of `torch.empty_strided`."""
+        nbytes = extent(size, stride) * dtype.itemsize
+        return self.tensor(self.take(nbytes), size, stride, dtype)
+
+
+class Session(abc.ABC):
+    """One capture under way."""
+
+    arena: Arena
+
+    @abc.abstractmethod
+    def node_count(self) -> int:
+        """Number of nodes recorded so far."""
+
+    @abc.abstractmethod
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one dispatched op; results lie in the arena."""
+
+    @abc.abstractmethod
+    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        """Names of a generated module to replace while it is captured (allocators, host kernels)."""
+
+    @abc.abstractmethod
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
+        """End the capture: the graph's handle and its nodes in execution order.
+
+        Raises:
+            CaptureError: the driver refused something on the way.
+        """
+
+    @abc.abstractmethod
+    def hidden(self) -> list[HiddenAllocation]:
+        """Ghost allocations that ops made for themselves, known after `end`."""
+
+
+class Exec(abc.ABC):
+    """An executable range of nodes, with slots to rebind."""
+
+    nbytes: int = 0
+    """Device memory the driver holds for it, in bytes."""
+
+    @abc.abstractmethod
+    def launch(self, bases: Any, stream: int) -> int:
+        """Write today's addresses into the nodes that changed, then launch.
+
+        Args:
+            bases: one address per region (`Driver.bases`).
+            stream: raw handle of the stream to launch on.
+
+        Returns:
+            Number of nodes rewritten.
+
+        Raises:
+            DriverError: a driver call failed.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free it. Launches already queued finish first."""
+
+
+class Driver(abc.ABC):
+    """A device, as pgraph sees it."""
+
+    name: ClassVar[str]
+    device: torch.device
+
+    @abc.abstractmethod
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held from the first to the last capture of a partition: captures never overlap."""
+
+    @abc.abstractmethod
+    def arena(self, layout: int) -> contextlib.AbstractContextManager[Arena]:
+        """Reserve ghost addresses. `layout` 0 or 1 chooses the gaps (Note [Two layouts])."""
+
+    @abc.abstractmethod
+    def capture(self, arena: Arena) -> contextlib.AbstractContextManager[Session]:
+        """Begin a capture; leaving the block ends it whatever happened."""
+
+    @abc.abstractmethod
+    def instantiate(
+        self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        """An exec of the nodes [first, last) of a captured graph."""
+
+    @abc.abstractmethod
+    def release_graph(self, graph: Any) -> None:
+        """Free a captured graph that no exec needs any more."""
+
+    @abc.abstractmethod
+    def framework_ranges(self) -> RangeMap | None:
+        """Device memory that the framework's allocator holds now; None where it cannot be known."""
+
+    @abc.abstractmethod
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An ordinary tensor from the ordinary allocator."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> int:
+        """Raw handle of the stream that is current on this device."""
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """True inside somebody else's capture on the current stream."""
+
+    @abc.abstractmethod
+    def bases(self, n: int) -> Any:
+        """A mutable array of `n` unsigned 64-bit addresses."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free whatever the driver itself holds (streams, cached helpers)."""
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to one past the last that a strided tensor can touch."""
+    reach = 1
+    for n, step in zip(size, stride, strict=True):
+        if n == 0:
+            return 0
+        reach += (n - 1) * step
+    return reach
+
+
+@contextlib.contextmanager
+def patched(namespace: dict[str, Any], replacements: dict[str, Any]) -> Iterator[None]:
+    """Replace names in a namespace for the duration of the block."""
+    before = {name: namespace[name] for name in replacements}
+    namespace.update(replacements)
+    try:
+        yield
+    finally:
+        namespace.update(before)

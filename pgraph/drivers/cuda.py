@@ -1,0 +1,225 @@
+"""The CUDA driver: every CUDA call that pgraph makes is in this package's `cuda*` files.
+
+Three decisions shape it:
+
+Note [Raw capture]
+The stream capture is begun and ended with the driver API, not through `torch.cuda.CUDAGraph`. That
+class registers the default generator for the capture; a capture that fails leaves it registered and
+poisons every later random op of the process ("Offset increment outside graph capture"). A raw
+capture never touches the generator: an op that draws random numbers raises by itself, and the
+process stays as it was.
+
+Note [One pool per op]
+Memory that ops allocate comes from a `MemPool` over the ghost allocator. As soon as one has been
+used, the next op gets a fresh one, so that nothing freed earlier can be handed out again
+(Note [Addresses are never reused]), and the address alone tells which op an allocation belongs to.
+
+Note [cuBLAS workspace is a temporary]
+cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
+to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
+workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
+any stream, and not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
+from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
+from pgraph.drivers.cuda_nodes import CudaExec, chain_of, read_node
+from pgraph.drivers.cuda_nodes import check as _check
+from pgraph.errors import CaptureError
+from pgraph.match import RangeMap
+from pgraph.reasons import Reason
+from pgraph.template import NodeRecord, Slot
+
+__all__ = ["CudaDriver"]
+
+log = logging.getLogger(__name__)
+
+_CAPTURE_LOCK = threading.RLock()
+
+
+class CudaSession(Session):
+    """A stream capture under way on pgraph's own stream."""
+
+    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools) -> None:
+        self.arena: CudaArena = arena
+        self._stream = stream
+        self._pools = pools
+        self._hidden: list[HiddenAllocation] = []
+        self._ended = False
+        _check(cu.cuStreamBeginCapture(stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+        self._graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+
+    def node_count(self) -> int:
+        error, _, count = cu.cuGraphGetNodes(self._graph, 0)
+        if error != cu.CUresult.CUDA_SUCCESS:
+            raise CaptureError(_invalid(f"the capture was lost: {error.name}"))
+        return int(count)
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._pools.refresh()
+        return op(*args, **kwargs)
+
+    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
+
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
+        self._ended = True
+        error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
+        if error != cu.CUresult.CUDA_SUCCESS:
+            torch._C._cuda_clearCublasWorkspaces()
+            _clear_last_error()
+            raise CaptureError(_invalid(f"the driver ended the capture with {error.name}"))
+        self._hidden = self._read_hidden()
+        try:
+            chain = chain_of(graph)
+            return CudaGraph(graph, chain), tuple(read_node(node) for node in chain)
+        except BaseException:
+            _check(cu.cuGraphDestroy(graph))
+            raise
+
+    def hidden(self) -> list[HiddenAllocation]:
+        return self._hidden
+
+    def _read_hidden(self) -> list[HiddenAllocation]:
+        found = read_trace(self.arena)
+        if all(h.freed for h in found):
+            return found
+        # Held by a tensor of the program (the recorder knows those) or by a library, whose
+        # workspaces can be asked back.
+        torch._C._cuda_clearCublasWorkspaces()
+        kept = {h.address for h in read_trace(self.arena) if not h.freed}
+        return [dataclasses.replace(h, kept=h.address in kept) for h in found]
+
+    def close(self) -> None:
+        """End a capture that went wrong, and leave nothing of it behind."""
+        if self._ended:
+            return
+        self._ended = True
+        _, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
+        if graph is not None and int(graph):
+            cu.cuGraphDestroy(graph)
+        torch._C._cuda_clearCublasWorkspaces()
+        _clear_last_error()
+
+
+class CudaGraph:
+    """A captured graph and its nodes in execution order. The graph must outlive its execs."""
+
+    def __init__(self, graph: Any, chain: list[Any]) -> None:
+        self.graph = graph
+        self.chain = chain
+
+    def close(self) -> None:
+        if self.graph is not None:
+            _check(cu.cuGraphDestroy(self.graph))
+            self.graph = None
+
+
+class CudaDriver(Driver):
+    """Graphs of one CUDA device."""
+
+    name = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream: Any = None
+
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return _CAPTURE_LOCK
+
+    @contextlib.contextmanager
+    def arena(self, layout: int) -> Iterator[Arena]:
+        with torch.cuda.device(self.device):
+            arena = CudaArena(self.device, layout)
+            try:
+                yield arena
+            finally:
+                arena.close()
+
+    @contextlib.contextmanager
+    def capture(self, arena: Arena) -> Iterator[Session]:
+        assert isinstance(arena, CudaArena)
+        stream = self._capture_stream()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(allocator_trace())
+            stack.enter_context(torch.cuda.stream(stream))
+            pools = stack.enter_context(GhostPools(arena))
+            session = CudaSession(arena, stream, pools)
+            try:
+                yield session
+            finally:
+                session.close()
+
+    def instantiate(
+        self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        with torch.cuda.device(self.device):
+            return CudaExec(
+                graph.graph, graph.chain, nodes, first, last, [s for s in slots if first <= s.node < last]
+            )
+
+    def release_graph(self, graph: CudaGraph) -> None:
+        graph.close()
+
+    def framework_ranges(self) -> RangeMap | None:
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        mine = [s for s in segments if s["device"] == self.device.index]
+        return RangeMap([(s["address"], s["total_size"], 0) for s in mine])
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)
+
+    def current_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def bases(self, n: int) -> Any:
+        return (ctypes.c_uint64 * n)()
+
+    def close(self) -> None:
+        if self._raw_stream is not None:
+            torch.cuda.synchronize(self.device)
+            _check(cu.cuStreamDestroy(self._raw_stream))
+            self._stream = self._raw_stream = None
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        # Not one of torch's pooled streams: the program may be using any of those.
+        if self._stream is None:
+            with torch.cuda.device(self.device):
+                torch.cuda.current_stream()  # makes sure that the primary context is current
+                self._raw_stream = _check(
+                    cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+                )[0]
+                self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
+        return self._stream
+
+
+def _clear_last_error() -> None:
+    """Drop the error that a lost capture leaves in the CUDA runtime for the next checked launch."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcudart.so.13").cudaGetLastError()
+
+
+def _invalid(sentence: str) -> Reason:
+    return Reason(
+        "capture-lost",
+        sentence,
+        "some op synchronizes, allocates or uses another stream; mark it with pgraph.mark_unsafe",
+    )

@@ -1,0 +1,350 @@
+"""Reading graph nodes as bytes and setting them again.
+
+A kernel's parameters are copied out of the node (node-owned memory must never be edited) into one
+packed buffer: the parameters at the offsets that the function declares, or the whole buffer that a
+library passed through ``extra`` (cuBLAS and cuDNN on Hopper, tensor-map descriptors included).
+Copy and fill nodes are their parameter structs. An exec keeps its own buffers, and structs that
+point into them; rebinding writes words there and hands the structs to the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph import native
+from pgraph.drivers.base import Exec
+from pgraph.errors import CaptureError, DriverError
+from pgraph.reasons import Reason
+from pgraph.template import NodeRecord, Slot
+
+__all__ = ["CudaExec", "chain_of", "check", "read_node"]
+
+_MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
+_MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
+_KIND = {"kernel": 0, "memcpy": 1, "memset": 2}
+_HOST_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+_ARRAY_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
+
+
+def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a driver call returned, without its status.
+
+    Raises:
+        DriverError: the status is not success.
+    """
+    error, *values = result
+    if error != cu.CUresult.CUDA_SUCCESS:
+        _, text = cu.cuGetErrorString(error)
+        raise DriverError(f"{error.name}: {text.decode() if text else 'no description'}")
+    return tuple(values)
+
+
+def chain_of(graph: Any) -> list[Any]:
+    """The graph's nodes in execution order.
+
+    Raises:
+        CaptureError: the nodes do not form one chain (work on several streams), so that program
+            order would not be execution order.
+    """
+    count = check(cu.cuGraphGetNodes(graph, 0))[1]
+    if count == 0:
+        return []
+    nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
+    n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
+    if n_edges != count - 1:
+        raise CaptureError(_shape(count, n_edges))
+    after: dict[int, int] = {}
+    if n_edges:
+        sources, targets = check(cu.cuGraphGetEdges(graph, n_edges))[:2]
+        after = {int(s): int(t) for s, t in zip(sources[:n_edges], targets[:n_edges], strict=True)}
+    by_handle = {int(n): n for n in nodes}
+    heads = set(by_handle) - set(after.values())
+    if len(heads) != 1 or len(after) != n_edges:
+        raise CaptureError(_shape(count, n_edges))
+    chain, at = [], heads.pop()
+    while True:
+        chain.append(by_handle[at])
+        if at not in after:
+            break
+        at = after[at]
+    if len(chain) != count:
+        raise CaptureError(_shape(count, n_edges))
+    return chain
+
+
+def _shape(nodes: int, edges: int) -> Reason:
+    return Reason(
+        "not-a-chain",
+        f"the captured graph has {nodes} nodes and {edges} edges: work on several streams",
+        "keep the op that uses streams of its own outside with pgraph.mark_unsafe",
+    )
+
+
+def read_node(node: Any) -> NodeRecord:
+    """One node as a record.
+
+    Raises:
+        CaptureError: the node is of a kind that cannot be rebound.
+    """
+    (kind,) = check(cu.cuGraphNodeGetType(node))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        return _read_kernel(node)
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+        (copy,) = check(cu.cuGraphMemcpyNodeGetParams(node))
+        kinds = {copy.srcMemoryType, copy.dstMemoryType}
+        if kinds & {_HOST_MEMORY, _ARRAY_MEMORY}:
+            raise CaptureError(_node_reason("a copy from or to host memory"))
+        return NodeRecord("memcpy", "memcpy", (), ctypes.string_at(copy.getPtr(), _MEMCPY_BYTES))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+        (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
+        return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
+    raise CaptureError(_node_reason(f"a node of type {kind.name}"))
+
+
+def _node_reason(what: str) -> Reason:
+    return Reason(
+        "node-kind",
+        f"the captured graph holds {what}, which cannot be rebound",
+        "keep the op that makes it outside with pgraph.mark_unsafe",
+    )
+
+
+def _read_kernel(node: Any) -> NodeRecord:
+    (p,) = check(cu.cuGraphKernelNodeGetParams(node))
+    function = p.func
+    if not int(function) and int(p.kern):
+        (function,) = check(cu.cuKernelGetFunction(p.kern))
+    name, layout = _function_facts(int(function))
+    if p.kernelParams:
+        data, offsets = _packed(p.kernelParams, layout)
+        passing: tuple[Any, ...] = ("params", offsets)
+    elif p.extra:
+        data = _extra_buffer(p.extra)
+        passing = ("extra",)
+    else:
+        data, passing = b"", ("params", ())
+    header = (
+        int(function),
+        (p.gridDimX, p.gridDimY, p.gridDimZ),
+        (p.blockDimX, p.blockDimY, p.blockDimZ),
+        p.sharedMemBytes,
+        int(p.ctx),
+        passing,
+    )
+    return NodeRecord("kernel", name, header, data)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(name, (offset, size) of each parameter in bytes) of a kernel function."""
+    function = cu.CUfunction(handle)
+    error, name = cu.cuFuncGetName(function)
+    text = name.decode() if error == cu.CUresult.CUDA_SUCCESS and name else "kernel"
+    layout = []
+    while True:
+        error, offset, size = cu.cuFuncGetParamInfo(function, len(layout))
+        if error != cu.CUresult.CUDA_SUCCESS:
+            return text, tuple(layout)
+        layout.append((int(offset), int(size)))
+
+
+def _packed(pointers: int, layout: Sequence[tuple[int, int]]) -> tuple[bytes, tuple[int, ...]]:
+    total = max((offset + size for offset, size in layout), default=0)
+    data = bytearray(-(-total // 8) * 8)
+    table = (ctypes.c_void_p * len(layout)).from_address(int(pointers))
+    for (offset, size), pointer in zip(layout, table, strict=True):
+        data[offset : offset + size] = ctypes.string_at(pointer, size)
+    return bytes(data), tuple(offset for offset, _ in layout)
+
+
+def _extra_buffer(extra: int) -> bytes:
+    """The buffer of a CU_LAUNCH_PARAM_BUFFER_POINTER / _SIZE list."""
+    words = ctypes.cast(int(extra), ctypes.POINTER(ctypes.c_uint64))
+    pointer = size = i = 0
+    while words[i] != 0:
+        if words[i] == 1:
+            pointer = words[i + 1]
+        elif words[i] == 2:
+            size = ctypes.c_size_t.from_address(words[i + 1]).value
+        i += 2
+    data = ctypes.string_at(pointer, size)
+    return data + bytes(-size % 8)
+
+
+class _KernelStruct(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+class _NodeEntry(ctypes.Structure):
+    """`pg_node` of the native helper."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("node", ctypes.c_void_p),
+        ("params", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+    ]
+
+
+class _SlotEntry(ctypes.Structure):
+    """`pg_slot` of the native helper."""
+
+    _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
+
+
+@functools.cache
+def _calls() -> Any:
+    """`pg_calls`: the driver functions that a launch needs."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    functions = [
+        lib.cuGraphExecKernelNodeSetParams_v2,
+        lib.cuGraphExecMemcpyNodeSetParams,
+        lib.cuGraphExecMemsetNodeSetParams,
+        lib.cuGraphLaunch,
+    ]
+    kernel, copy, fill, launch = functions
+    kernel.argtypes = [ctypes.c_void_p] * 3
+    copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 4
+    launch.argtypes = [ctypes.c_void_p] * 2
+    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
+    return functions, table
+
+
+class CudaExec(Exec):
+    """An instantiated range of a captured graph, with its own parameter memory."""
+
+    def __init__(
+        self, graph: Any, chain: Sequence[Any], nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clone = None
+        handles = list(chain[first:last])
+        if (first, last) != (0, len(chain)):
+            graph, handles = self._cut(graph, chain, first, last)
+        before = torch.cuda.mem_get_info()[0]
+        (self._exec,) = check(cu.cuGraphInstantiate(graph, 0))
+        self.nbytes = max(0, before - torch.cuda.mem_get_info()[0])
+        (self._ctx,) = check(cu.cuCtxGetCurrent())
+        self._layout(handles, nodes[first:last], slots, first)
+
+    def _cut(self, graph: Any, chain: Sequence[Any], first: int, last: int) -> tuple[Any, list[Any]]:
+        (self._clone,) = check(cu.cuGraphClone(graph))
+        twins = [check(cu.cuGraphNodeFindInClone(node, self._clone))[0] for node in chain]
+        for i, twin in enumerate(twins):
+            if not first <= i < last:
+                check(cu.cuGraphDestroyNode(twin))
+        return self._clone, twins[first:last]
+
+    def _layout(self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
+        starts, total = [], 0
+        for node in nodes:
+            starts.append(total)
+            total += -(-max(len(node.params), 8) // 64) * 64  # tensor maps want 64-byte alignment
+        self._memory = ctypes.create_string_buffer(total + 64)
+        base = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
+        self._keep: list[Any] = []
+        self._entries = (_NodeEntry * len(nodes))()
+        self._slots = (_SlotEntry * len(slots))()
+        at = 0
+        for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
+            ctypes.memmove(base + start, node.params, len(node.params))
+            mine = [s for s in slots[at : _end(slots, at, first + i)]]
+            for k, s in enumerate(mine):
+                self._slots[at + k] = _SlotEntry((start + s.offset) // 8, s.region, s.delta)
+            struct = self._struct(node, base + start)
+            self._entries[i] = _NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
+            at += len(mine)
+
+    def _struct(self, node: NodeRecord, address: int) -> int:
+        if node.kind != "kernel":
+            return address
+        function, grid, block, shared, ctx, passing = node.header
+        struct = _KernelStruct(func=function, grid=grid, block=block, shared=shared, ctx=ctx)
+        if passing[0] == "params":
+            table = (ctypes.c_void_p * max(len(passing[1]), 1))(*[address + o for o in passing[1]])
+            struct.kernel_params = ctypes.addressof(table)
+            self._keep += [table]
+        else:
+            size = ctypes.c_size_t(len(node.params))
+            table = (ctypes.c_uint64 * 5)(1, address, 2, ctypes.addressof(size), 0)
+            struct.extra = ctypes.addressof(table)
+            self._keep += [size, table]
+        self._keep.append(struct)
+        return ctypes.addressof(struct)
+
+    def launch(self, bases: Any, stream: int) -> int:
+        library = native.load()
+        with self._lock:
+            if library is None:
+                return self._launch_in_python(bases, stream)
+            rewritten = ctypes.c_int64(0)
+            code = library.pg_launch(
+                _calls()[1],
+                int(self._exec),
+                int(self._ctx),
+                stream,
+                self._entries,
+                len(self._entries),
+                self._slots,
+                self._words,
+                bases,
+                ctypes.byref(rewritten),
+            )
+        if code:
+            check((cu.CUresult(code),))
+        return rewritten.value
+
+    def _launch_in_python(self, bases: Any, stream: int) -> int:
+        (kernel, copy, fill, launch), _ = _calls()
+        handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
+        for entry in self._entries:
+            changed = False
+            for s in self._slots[entry.first : entry.last]:
+                value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
+                if self._words[s.word] != value:
+                    self._words[s.word] = value
+                    changed = True
+            if changed:
+                rewritten += 1
+                if entry.kind == 0:
+                    code = kernel(handle, entry.node, entry.params)
+                else:
+                    code = (copy if entry.kind == 1 else fill)(handle, entry.node, entry.params, ctx)
+                if code:
+                    check((cu.CUresult(code),))
+        check((cu.CUresult(launch(handle, stream)),))
+        return rewritten
+
+    def close(self) -> None:
+        if self._exec is not None:
+            check(cu.cuGraphExecDestroy(self._exec))
+            self._exec = None
+        if self._clone is not None:
+            check(cu.cuGraphDestroy(self._clone))
+            self._clone = None
+
+
+def _end(slots: Sequence[Slot], at: int, node: int) -> int:
+    while at < len(slots) and slots[at].node == node:
+        at += 1
+    return at

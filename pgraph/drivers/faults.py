@@ -1,0 +1,78 @@
+"""Ways in which the host driver can misbehave on purpose.
+
+Each imitates something that real CUDA captures do or that real libraries were seen doing, so that
+the tests can show what pgraph makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from pgraph.errors import DriverError
+
+__all__ = ["HostFaults", "Step", "active", "inject"]
+
+Step = Literal["arena", "begin", "op", "end", "second-end", "instantiate", "set_params", "launch"]
+
+
+@dataclasses.dataclass(slots=True)
+class HostFaults:
+    """What the host driver does wrong while this is active (`inject`).
+
+    Args:
+        garbage: words of uninitialised padding appended to each kernel node's parameters.
+        stale: append a word that still holds the address of a range already dead.
+        pointer_constant: append this word to each kernel node, the same in every capture.
+        moving_words: append one word that takes these values, one per capture in turn.
+        tables: ops (packet names such as ``"mm"``) that get their addresses through a table in
+            memory, written by a node of its own.
+        scratch: ops that use scratch inside and place their result over it afterwards.
+        reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
+        fail_at: the step that fails.
+        fail_count: how many times it fails; after that it works.
+        framework: (address, nbytes) ranges that the driver reports as the framework's memory.
+    """
+
+    garbage: int = 0
+    stale: bool = False
+    pointer_constant: int | None = None
+    moving_words: tuple[int, ...] = ()
+    tables: frozenset[str] = frozenset()
+    scratch: frozenset[str] = frozenset()
+    reuse: bool = False
+    fail_at: Step | None = None
+    fail_count: int = 1_000_000
+    framework: tuple[tuple[int, int], ...] = ()
+
+    def step(self, name: Step) -> None:
+        """Fail here if told so.
+
+        Raises:
+            DriverError: this is the step that fails.
+        """
+        if self.fail_at == name and self.fail_count > 0:
+            self.fail_count -= 1
+            raise DriverError(f"injected failure at step {name!r}")
+
+
+_NONE = HostFaults()
+_ACTIVE: contextvars.ContextVar[HostFaults] = contextvars.ContextVar("pgraph_host_faults", default=_NONE)
+
+
+def active() -> HostFaults:
+    """The faults in force in this context."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def inject(faults: HostFaults) -> Iterator[HostFaults]:
+    """Let the host driver misbehave for the duration of the block."""
+    token = _ACTIVE.set(faults)
+    try:
+        yield faults
+    finally:
+        _ACTIVE.reset(token)

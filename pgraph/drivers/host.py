@@ -1,0 +1,465 @@
+"""The host driver: CUDA graphs' rules on a CPU.
+
+* Capture records; nothing runs. Ghost addresses are reserved without access rights, so that an op
+  that touches data while it is being captured crashes, as it would misbehave under CUDA.
+* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses
+  inside; memcpy and memset nodes hold addresses and a size.
+* A launch decodes the addresses and runs the op on whatever memory they name: a wrong slot gives
+  wrong numbers.
+* Ops that read data on the host, draw random numbers or have data-dependent shapes cannot be
+  recorded, as under CUDA.
+
+It can also misbehave on purpose, see `pgraph.drivers.faults`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from pgraph.drivers import faults as fault
+from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.errors import CaptureError, DriverError
+from pgraph.match import RangeMap
+from pgraph.reasons import Reason
+from pgraph.template import NodeRecord, Slot
+
+__all__ = ["HostDriver"]
+
+aten = torch.ops.aten
+
+_CPU = torch.device("cpu")
+_RESERVE = 1 << 42
+_GUARD = 1 << 16
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_NORESERVE = 0x4000
+
+# Functional in the schema, but their CPU implementation only makes another view.
+_VIEWS_IN_DISGUISE = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"})
+_DROPOUT_ARGUMENTS = ("dropout_p", "p", "train")
+
+
+class HostArena(Arena):
+    """Reserved address space with no access rights."""
+
+    def __init__(self, layout: int) -> None:
+        fault.active().step("arena")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        address = _LIBC.mmap(None, _RESERVE, 0, flags, -1, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise DriverError(f"could not reserve {_RESERVE} bytes of address space: {os.strerror(ctypes.get_errno())}")
+        self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
+        self._position = self.low
+        self._jitter = 4096 * (1 + 2 * layout)
+        self._count = 0
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def device(self) -> torch.device:
+        return _CPU
+
+    def take(self, nbytes: int, phase: int = 0) -> int:
+        start = self._position + self.guard + self._jitter * (self._count % 13 + 1)
+        start = -(-start // 4096) * 4096 + phase % ALIGNMENT
+        end = start + nbytes + self.guard
+        if end > self.high:
+            raise DriverError(f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes")
+        self._position = end
+        self._count += 1
+        return start
+
+    def close(self) -> None:
+        _LIBC.munmap(self.low, self.high - self.low)
+
+
+class HostGraph:
+    """A recorded graph: the functions that its nodes call. Parameters live in the node records."""
+
+
+class HostSession(Session):
+    """Records ops as nodes."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._nodes: list[NodeRecord] = []
+        self._hidden: list[HiddenAllocation] = []
+        self._fake = FakeTensorMode()
+        faults = fault.active()
+        faults.step("begin")
+        if faults.moving_words:
+            self._moving = faults.moving_words[0]
+            faults.moving_words = (*faults.moving_words[1:], faults.moving_words[0])
+
+    def node_count(self) -> int:
+        return len(self._nodes)
+
+    def hidden(self) -> list[HiddenAllocation]:
+        return list(self._hidden)
+
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
+        fault.active().step("end")
+        return HostGraph(), tuple(self._nodes)
+
+    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in namespace.items():
+            if name in ("empty_strided_cpu", "empty_strided"):
+                found[name] = empty_strided
+            elif name.startswith(("cpp_fused", "kernel_cpp")) and callable(value):
+                found[name] = self._kernel_recorder(name, value)
+        return found
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fault.active().step("op")
+        if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
+            return op(*args, **kwargs)
+        _refuse_random(op, args, kwargs)
+        fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
+        try:
+            with self._fake:
+                result = op(*fakes[0], **fakes[1])
+        except Exception as e:  # data-dependent results, ops without a shape rule
+            raise CaptureError(
+                Reason(
+                    "not-permitted",
+                    f"{op} cannot be recorded: {type(e).__name__}",
+                    "keep it outside with pgraph.mark_unsafe",
+                )
+            ) from e
+        mine = tree_flatten((args, kwargs))[0]
+        theirs = tree_flatten(fakes)[0]
+        given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
+        fresh: list[torch.Tensor] = []
+
+        def real(f: torch.Tensor) -> torch.Tensor:
+            if id(f) in given:
+                return given[id(f)]
+            ghost = self._result(op, f)
+            fresh.append(ghost)
+            given[id(f)] = ghost
+            return ghost
+
+        leaves, spec = tree_flatten(result)
+        positions = tuple(
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given
+        )
+        out = tree_unflatten([real(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        self._record(op, args, kwargs, fresh, positions)
+        return out
+
+    # -- recording --------------------------------------------------------------------------
+
+    def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
+        with self._fake:
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+    def _result(self, op: Any, like: torch.Tensor) -> torch.Tensor:
+        nbytes = extent(like.size(), like.stride()) * like.element_size()
+        if op.overloadpacket.__name__ not in fault.active().scratch:
+            return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
+        # Scratch, twice as large as the result, written and freed; the result takes its place.
+        address = self.arena.take(2 * nbytes)
+        self._hidden.append(HiddenAllocation(address, 2 * nbytes, freed=True))
+        self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
+        return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
+
+    def _record(
+        self, op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor], positions: tuple[int, ...]
+    ) -> None:
+        name = op.overloadpacket.__name__
+        if (copy := _as_copy(op, args, kwargs, fresh)) is not None:
+            self._add("memcpy", name, (copy[2],), [copy[0], copy[1]])
+        elif (fill := _as_fill(op, args, fresh)) is not None:
+            self._add("memset", name, (0, fill[1]), [fill[0]])
+        else:
+            leaves, spec = tree_flatten((args, kwargs))
+            codes, words = _encode(leaves)
+            out_codes, out_words = _encode(fresh)
+            call = _OpCall(op, spec, positions)
+            self._kernel(name, call, codes + out_codes, words + out_words)
+
+    def _kernel_recorder(self, name: str, kernel: Callable[..., Any]) -> Callable[..., None]:
+        def record(*args: Any) -> None:
+            codes, words = _encode(args)
+            self._kernel(name, _KernelCall(kernel), codes, words)
+
+        return record
+
+    def _kernel(self, name: str, call: Any, codes: tuple[Any, ...], words: list[int]) -> None:
+        faults = fault.active()
+        if name in faults.tables:
+            table = self.arena.take(8 * len(words))
+            self._hidden.append(HiddenAllocation(table, 8 * len(words), freed=False))
+            self._add("kernel", f"{name}_prepare", (_TABLE, len(words)), [table, *words])
+            self._add("kernel", name, (call, codes, "table"), [table])
+            return
+        self._add("kernel", name, (call, codes), words + self._padding())
+
+    def _padding(self) -> list[int]:
+        faults = fault.active()
+        words = [int.from_bytes(os.urandom(8), "little") >> 20 for _ in range(faults.garbage)]
+        if faults.stale:
+            dead = next((h.address for h in self._hidden if h.freed), None)
+            words.append(dead if dead is not None else 0)
+        if faults.pointer_constant is not None:
+            words.append(faults.pointer_constant)
+        if faults.moving_words:
+            words.append(self._moving)
+        return words
+
+    def _add(self, kind: Any, name: str, header: tuple[Any, ...], words: list[int]) -> None:
+        packed = struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+        self._nodes.append(NodeRecord(kind, name, header, packed))
+
+
+class HostExec(Exec):
+    """Nodes with their own parameter memory, run in order at each launch."""
+
+    def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
+        fault.active().step("instantiate")
+        self._nodes = nodes
+        self._params = [bytearray(n.params) for n in nodes]
+        self._slots: list[list[tuple[int, int, int]]] = [[] for _ in nodes]
+        for s in slots:
+            self._slots[s.node - first].append((s.offset, s.region, s.delta))
+        self._lock = threading.Lock()
+        self.nbytes = sum(len(p) for p in self._params)
+
+    def launch(self, bases: Any, stream: int) -> int:
+        with self._lock:
+            rewritten = 0
+            for params, slots in zip(self._params, self._slots, strict=True):
+                changed = False
+                for offset, region, delta in slots:
+                    value = (bases[region] + delta) & 0xFFFFFFFFFFFFFFFF
+                    if struct.unpack_from("=Q", params, offset)[0] != value:
+                        struct.pack_into("=Q", params, offset, value)
+                        changed = True
+                if changed:
+                    fault.active().step("set_params")
+                    rewritten += 1
+            fault.active().step("launch")
+            with torch.no_grad():
+                for node, params in zip(self._nodes, self._params, strict=True):
+                    _run(node, params)
+            return rewritten
+
+    def close(self) -> None:
+        self._nodes, self._params, self._slots = (), [], []
+
+
+class HostDriver(Driver):
+    """The CPU as a device with graphs."""
+
+    name = "host"
+    device = _CPU
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return self._lock
+
+    @contextlib.contextmanager
+    def arena(self, layout: int) -> Iterator[Arena]:
+        arena = HostArena(layout)
+        try:
+            yield arena
+        finally:
+            arena.close()
+
+    @contextlib.contextmanager
+    def capture(self, arena: Arena) -> Iterator[Session]:
+        yield HostSession(arena)
+
+    def instantiate(
+        self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first)
+
+    def release_graph(self, graph: Any) -> None:
+        return None
+
+    def framework_ranges(self) -> RangeMap | None:
+        ranges = fault.active().framework
+        return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def bases(self, n: int) -> Any:
+        return (ctypes.c_uint64 * n)()
+
+    def close(self) -> None:
+        return None
+
+
+# -- nodes: encoding and running --------------------------------------------------------------
+
+_TABLE = "pointer-table"
+
+
+class _OpCall:
+    """Calls a dispatched op on decoded leaves and writes its fresh results where they belong."""
+
+    def __init__(self, op: Any, spec: Any, positions: tuple[int, ...]) -> None:
+        self.op, self.spec, self.positions = op, spec, positions
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _OpCall)
+            and self.op is other.op
+            and self.spec == other.spec
+            and self.positions == other.positions
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, leaves: list[Any]) -> None:
+        n = len(leaves) - len(self.positions)
+        args, kwargs = tree_unflatten(leaves[:n], self.spec)
+        result = tree_flatten(self.op(*args, **kwargs))[0]
+        for target, position in zip(leaves[n:], self.positions, strict=True):
+            target.copy_(result[position])
+
+
+class _KernelCall:
+    """Calls a compiled C++ kernel, which takes tensors only for their addresses."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KernelCall) and self.kernel is other.kernel
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, leaves: list[Any]) -> None:
+        self.kernel(*leaves)
+
+
+def _encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """(codes, words): a word per tensor and per integer, everything else stands in the code."""
+    codes: list[Any] = []
+    words: list[int] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype))
+            words.append(leaf.data_ptr())
+        elif type(leaf) is int:
+            codes.append(("int",))
+            words.append(leaf)
+        else:
+            codes.append(("value", leaf))
+    return tuple(codes), words
+
+
+def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
+    values: list[Any] = []
+    at = iter(words)
+    for code in codes:
+        if code[0] == "tensor":
+            values.append(_tensor_at(next(at), *code[1:]))
+        elif code[0] == "int":
+            word = next(at)
+            values.append(word - (1 << 64) if word >> 63 else word)
+        else:
+            values.append(code[1])
+    return values
+
+
+def _tensor_at(address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = extent(size, stride) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+
+def _run(node: NodeRecord, params: bytearray) -> None:
+    words = struct.unpack_from(f"={len(params) // 8}Q", params)
+    if node.kind == "memcpy":
+        ctypes.memmove(words[0], words[1], node.header[0])
+    elif node.kind == "memset":
+        ctypes.memset(words[0], node.header[0], node.header[1])
+    elif node.header[0] is _TABLE:
+        ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
+    else:
+        call, codes, *rest = node.header
+        if rest:  # the addresses stand in a table in memory
+            n = sum(code[0] != "value" for code in codes)
+            words = struct.unpack_from(f"={n}Q", ctypes.string_at(words[0], 8 * n))
+        call(_decode(codes, words))
+
+
+def _refuse_random(op: Any, args: Any, kwargs: Any) -> None:
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return
+    names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        if argument.name in _DROPOUT_ARGUMENTS:
+            value = given.get(argument.name, argument.default_value)
+            if value in (0, 0.0, False):
+                return
+    raise CaptureError(
+        Reason(
+            "random-in-capture",
+            f"{op} draws from the generator, whose offset would be frozen",
+            "keep it outside with pgraph.mark_unsafe",
+        )
+    )
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.numel() > 0
+
+
+def _as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple[int, int, int] | None:
+    """(destination, source, bytes) if the op is a plain copy between dense tensors."""
+    if op is aten.clone.default and fresh:
+        source, target = args[0], fresh[0]
+    elif op is aten.copy_.default:
+        target, source = args[0], args[1]
+    else:
+        return None
+    same = source.dtype == target.dtype and source.size() == target.size()
+    if not (same and _dense(source) and _dense(target)):
+        return None
+    return target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
+
+
+def _as_fill(op: Any, args: Any, fresh: list[torch.Tensor]) -> tuple[int, int] | None:
+    """(address, bytes) if the op fills dense memory with zero bytes."""
+    if op in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default) and fresh:
+        target = fresh[0]
+    elif op is aten.full.default and fresh and args[1] in (0, 0.0) and str(args[1]) != "-0.0":
+        target = fresh[0]
+    elif op is aten.zero_.default:
+        target = args[0]
+    else:
+        return None
+    if not _dense(target):
+        return None
+    return target.data_ptr(), target.numel() * target.element_size()

@@ -1,0 +1,132 @@
+/* The two loops that Python is too slow, or not allowed, to run.
+ *
+ * pg_launch: compare every slot with today's address, rewrite the nodes that changed, launch.
+ * pg_ghost_alloc / pg_ghost_free: the allocator of the ghost memory pool. It is called with the
+ * caching allocator's mutex held; a Python callback there would wait for the interpreter lock
+ * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
+ *
+ * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
+ */
+#include <stdint.h>
+#include <stddef.h>
+
+typedef int (*fn_set_params)(void *exec, void *node, const void *params);
+typedef int (*fn_set_copy)(void *exec, void *node, const void *params, void *ctx);
+typedef int (*fn_launch)(void *exec, void *stream);
+
+typedef struct {
+    fn_set_params kernel;
+    fn_set_copy copy;
+    fn_set_copy fill;
+    fn_launch launch;
+} pg_calls;
+
+typedef struct {
+    int64_t kind;   /* 0 kernel, 1 memcpy, 2 memset */
+    void *node;     /* the node in the graph that the exec was made from */
+    void *params;   /* the struct that the setter takes */
+    int64_t first;  /* slots [first, last) are this node's */
+    int64_t last;
+} pg_node;
+
+typedef struct {
+    int64_t word;   /* index into words */
+    int64_t region; /* index into bases */
+    int64_t delta;
+} pg_slot;
+
+/* Returns the CUresult of the first call that failed, else 0. `rewritten` counts set nodes. */
+int pg_launch(const pg_calls *calls, void *exec, void *ctx, void *stream,
+              const pg_node *nodes, int64_t n_nodes, const pg_slot *slots,
+              uint64_t *words, const uint64_t *bases, int64_t *rewritten)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n_nodes; i++) {
+        const pg_node *n = &nodes[i];
+        int changed = 0, rc = 0;
+        for (int64_t s = n->first; s < n->last; s++) {
+            uint64_t value = bases[slots[s].region] + (uint64_t)slots[s].delta;
+            if (words[slots[s].word] != value) {
+                words[slots[s].word] = value;
+                changed = 1;
+            }
+        }
+        if (!changed)
+            continue;
+        count++;
+        if (n->kind == 0)
+            rc = calls->kernel(exec, n->node, n->params);
+        else if (n->kind == 1)
+            rc = calls->copy(exec, n->node, n->params, ctx);
+        else
+            rc = calls->fill(exec, n->node, n->params, ctx);
+        if (rc) {
+            *rewritten = count;
+            return rc;
+        }
+    }
+    *rewritten = count;
+    return calls->launch(exec, stream);
+}
+
+typedef int (*fn_map)(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags);
+typedef int (*fn_access)(uint64_t address, size_t size, const void *desc, size_t count);
+
+typedef struct {
+    uint64_t low;      /* first address of the reserved range */
+    uint64_t high;     /* one past its end */
+    uint64_t position; /* next free address: it only grows, so no address is ever reused */
+    uint64_t mapped;   /* everything below is mapped */
+    uint64_t chunk;    /* bytes of the one physical allocation that is mapped again and again */
+    uint64_t handle;   /* that allocation */
+    uint64_t guard;    /* bytes left free on either side of each range */
+    uint64_t jitter;   /* a gap that grows with each range, so that two arenas are laid out differently */
+    uint64_t count;    /* ranges handed out */
+    int64_t error;     /* first CUresult other than 0 */
+    fn_map map;
+    fn_access access;
+    const void *desc;  /* CUmemAccessDesc */
+} pg_arena;
+
+static pg_arena *active; /* guarded by pgraph's capture lock */
+
+void pg_arena_activate(pg_arena *arena) { active = arena; }
+
+/* Takes `size` bytes at an address equal to `phase` modulo `align`; 0 when the range is used up. */
+uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t align, uint64_t phase)
+{
+    uint64_t start = a->position + a->guard + a->jitter * (a->count % 13 + 1);
+    start = (start + align - 1) / align * align + phase;
+    uint64_t end = start + size + a->guard;
+    if (end > a->high)
+        return 0;
+    while (a->mapped < end) {
+        int rc = a->map(a->mapped, a->chunk, 0, a->handle, 0);
+        if (!rc)
+            rc = a->access(a->mapped, a->chunk, a->desc, 1);
+        if (rc) {
+            if (!a->error)
+                a->error = rc;
+            return 0;
+        }
+        a->mapped += a->chunk;
+    }
+    a->position = end;
+    a->count++;
+    return start;
+}
+
+void *pg_ghost_alloc(int64_t size, int device, void *stream)
+{
+    (void)device;
+    (void)stream;
+    return active ? (void *)(uintptr_t)pg_arena_take(active, (uint64_t)size, 2 << 20, 0) : NULL;
+}
+
+void pg_ghost_free(void *ptr, int64_t size, int device, void *stream)
+{
+    (void)ptr; /* the whole range is unmapped at once when the capture is over */
+    (void)size;
+    (void)device;
+    (void)stream;
+}

@@ -1,0 +1,87 @@
+"""The options of the backend: `torch.compile(..., backend="pgraph", options={...})`.
+
+torch does not validate a backend's options; a misspelt one would be silently ignored. Here every
+key and value is checked, and the error names the nearest matches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pgraph.errors import OptionError
+
+__all__ = ["Options", "list_options", "parse"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What a user can choose. The comment above each field is its documentation.
+
+    Raises:
+        OptionError: (from `parse`) an unknown key, a value of the wrong type or out of range.
+    """
+
+    # Which driver captures. "auto": "cuda" for CUDA tensors, plain running for CPU tensors.
+    driver: Literal["auto", "cuda", "host"] = "auto"
+    # How a partition becomes code: compiled by Inductor, or ATen ops as they are.
+    codegen: Literal["inductor", "aten"] = "inductor"
+    # Plain runs of a partition, per set of shapes, before it is captured.
+    warmup: int = 1
+    # A safe partition with fewer device ops between unsafe ones runs plainly.
+    min_ops: int = 3
+    # Captures kept per partition (one per set of shapes and alignments); the least recently used goes.
+    max_captures: int = 16
+    # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
+    memory_slack_mb: int = 4
+    # Inductor settings, as for torch.compile(options=...) of the "inductor" backend.
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_AT_LEAST = {"warmup": 1, "min_ops": 1, "max_captures": 1, "memory_slack_mb": 0}
+
+
+def list_options() -> dict[str, Any]:
+    """Every option with its default."""
+    default = Options()
+    return {f.name: getattr(default, f.name) for f in dataclasses.fields(Options)}
+
+
+def parse(given: Mapping[str, Any] | None) -> Options:
+    """Options from the mapping that torch.compile hands over.
+
+    Raises:
+        OptionError: a key or value is not valid; the message says which would be.
+    """
+    hints = typing.get_type_hints(Options)
+    for name, value in (given or {}).items():
+        if name not in hints:
+            raise OptionError(_unknown(name, list(hints)))
+        _check_value(name, value, hints[name])
+    return Options(**(given or {}))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the options are {', '.join(known)}"
+    return f"unknown pgraph option {name!r}: {hint} (pgraph.list_options() lists them)"
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            meant = f", did you mean {near[0]!r}?" if near else ""
+            allowed = ", ".join(map(repr, choices))
+            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be one of {allowed}{meant}")
+    elif hint is int:
+        if type(value) is not int:
+            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be an int, not {type(value).__name__}")
+        if value < _AT_LEAST[name]:
+            raise OptionError(f"pgraph option {name!r} is {value}; it must be at least {_AT_LEAST[name]}")
+    elif not isinstance(value, Mapping):
+        raise OptionError(f"pgraph option {name!r} is {value!r}; it must be a dict, not {type(value).__name__}")

@@ -1,0 +1,173 @@
+"""What captures leave behind: plain facts, immutable, printable, free of torch and of CUDA.
+
+`Recording` is one capture as the driver saw it, with the ghost addresses of that capture.
+`Template` is what two matching recordings prove: the nodes, which words of their parameters are
+which region, and the allocation timeline. Addresses do not survive into a template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from pgraph.plan import Plan
+
+__all__ = [
+    "Allocation",
+    "NodeRecord",
+    "OutputSpec",
+    "Recording",
+    "Region",
+    "Slot",
+    "Template",
+    "TensorSpec",
+]
+
+NodeKind = Literal["kernel", "memcpy", "memset"]
+RegionKind = Literal["input", "output", "temp"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One graph node of one capture.
+
+    Args:
+        kind: the node's type.
+        name: kernel or op name, for reports.
+        header: everything that is fixed for the node's life (function, grid, copy kind...);
+            comparable, and equal between two captures of the same partition.
+        params: parameter bytes, addresses included, in the machine's byte order. Every address is
+            an 8-byte word aligned to 8 within these bytes.
+    """
+
+    kind: NodeKind
+    name: str
+    header: tuple[Any, ...]
+    params: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """A ghost range of one capture: an input's alias, or memory allocated while capturing.
+
+    Args:
+        address: first byte.
+        nbytes: size in bytes.
+        birth: count of nodes recorded when it came to be (0 for inputs).
+        death: count of nodes recorded when it was seen dead; None if it outlived the capture.
+        slack: bytes on either side that belong to nobody else (pointers before the start or past
+            the end still mean this range).
+    """
+
+    address: int
+    nbytes: int
+    birth: int
+    death: int | None
+    slack: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Layout of a tensor: sizes and strides in elements, `offset` in bytes from its region's base."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """How one result of the partition is made from today's regions.
+
+    Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
+    returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
+    not depend on the call).
+    """
+
+    region: int | None = None
+    input: int | None = None
+    layout: TensorSpec | None = None
+    constant: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    """One capture. `allocations[:n_inputs]` are the inputs' aliases, in input order.
+
+    Args:
+        nodes: in execution order (one chain).
+        allocations: inputs first, then by birth.
+        n_inputs: number of tensor inputs.
+        outputs: one per result, regions numbered as `allocations`.
+        ghost_range: [lo, hi) of every ghost address of this capture.
+        graph: the driver's own handle.
+    """
+
+    nodes: tuple[NodeRecord, ...]
+    allocations: tuple[Allocation, ...]
+    n_inputs: int
+    outputs: tuple[OutputSpec, ...]
+    ghost_range: tuple[int, int]
+    graph: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A contiguous address range with one owner, and its lifetime in node order."""
+
+    index: int
+    kind: RegionKind
+    nbytes: int
+    birth: int
+    death: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One 8-byte word: at `offset` in the parameters of `node` stands `base(region) + delta`."""
+
+    node: int
+    offset: int
+    region: int
+    delta: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """All that is needed to launch a partition on any addresses."""
+
+    nodes: tuple[NodeRecord, ...]
+    regions: tuple[Region, ...]
+    slots: tuple[Slot, ...]
+    outputs: tuple[OutputSpec, ...]
+    n_inputs: int
+    plan: Plan
+
+    def render(self) -> str:
+        """The template as stable text: no address, one line per node with its slots."""
+        lines = [f"{len(self.nodes)} nodes, {len(self.slots)} slots, {len(self.regions)} regions"]
+        for r in self.regions:
+            lines.append(f"  region {r.index}: {r.kind}, {r.nbytes} bytes, nodes [{r.birth}, {r.death})")
+        by_node: dict[int, list[Slot]] = {}
+        for slot in self.slots:
+            by_node.setdefault(slot.node, []).append(slot)
+        for i, node in enumerate(self.nodes):
+            words = ", ".join(
+                f"{s.offset}=r{s.region}{'+' + str(s.delta) if s.delta else ''}" for s in by_node.get(i, ())
+            )
+            lines.append(f"  node {i}: {node.kind} {node.name} ({len(node.params)} bytes) {words}".rstrip())
+        for i, out in enumerate(self.outputs):
+            lines.append(f"  output {i}: {_render_output(out)}")
+        lines.append(self.plan.render())
+        return "\n".join(lines)
+
+
+def _render_output(out: OutputSpec) -> str:
+    if out.region is None and out.input is None:
+        return f"constant {type(out.constant).__name__}"
+    owner = f"region {out.region}" if out.region is not None else f"input {out.input}"
+    if out.layout is None:
+        return owner
+    spec = out.layout
+    return f"{owner} + {spec.offset}: {spec.dtype} {list(spec.size)} strides {list(spec.stride)}"
