@@ -46,7 +46,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
-                f"dim={self.dim} over heads={self.heads} gives no even head width; make dim a multiple of 2*heads"
+                f"dim={self.dim} over heads={self.heads} gives no even head width; use a multiple of 2*heads"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor")
