@@ -47,6 +47,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+def place(row: Row) -> str:
+    """What was compiled, in words: ``"4x256, per block"``."""
+    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}"
+
+
 def figure(value: Any, form: str) -> str:
     """A figure as text; a dash where there is none."""
     return "-" if value is None else format(value, form)
@@ -78,10 +83,12 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
         return ""
     # A column that no row fills (device memory on a CPU) is left out.
     columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
+    if data["gpu"] == "cpu":
+        columns.append(("peak_rss_mb", "max RSS MB", ",.0f"))
     modes = len({row["mode"] for row in rows}) > 1
     lines, notes = [], []
     for row in rows:
-        where = f"{row['config']}, per {row['scope']}" + (f", {row['mode']}" if modes else "")
+        where = place(row) + (f", {row['mode']}" if modes else "")
         lines.append([where, row["backend"], *(figure(row.get(key), form) for key, _, form in columns)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
@@ -102,7 +109,7 @@ def equality_table(data: File) -> str:
         grew = "-" if row.get("captures_end") is None else f"{row['captures_warm']} -> {row['captures_end']}"
         lines.append(
             [
-                f"{row['config']}, per {row['scope']}",
+                place(row),
                 f"{row['backend']} against {row.get('reference', '-')}",
                 figure(row.get("steps"), ",d"),
                 figure(compared, ",d"),
@@ -145,7 +152,7 @@ def relative(rows: Sequence[Row], key: str) -> list[tuple[str, dict[str, float]]
     """For each config and scope the backends' `key` over Inductor's; groups without Inductor are left out."""
     groups: dict[str, dict[str, float]] = {}
     for row in ordered([r for r in rows if r.get(key)]):
-        groups.setdefault(f"{row['config']}\nper {row['scope']}", {})[row["backend"]] = row[key]
+        groups.setdefault(place(row).replace(", ", "\n"), {})[row["backend"]] = row[key]
     return [
         (label, {name: value / found["inductor"] for name, value in found.items()})
         for label, found in groups.items()
@@ -216,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     old = args.readme.read_text(encoding="utf-8")
     if not MARKERS.search(old):
         print(
-            f"{args.readme}: no table markers; add <!-- table:memory --> and <!-- /table --> on lines of their own"
+            f"{args.readme}: no table markers; "
+            "add <!-- table:memory --> and <!-- /table --> on lines of their own"
         )
         return 1
     new = rewrite(old, files)

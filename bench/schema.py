@@ -18,6 +18,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def _output(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPO, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPO, check=True)
     except (subprocess.SubprocessError, OSError):
         return None
     lines = done.stdout.splitlines()
@@ -220,14 +221,24 @@ def driver_version() -> str | None:
     return version.decode() if isinstance(version, bytes) else str(version)
 
 
+def gpu_name() -> str | None:
+    """Name of the first visible GPU, or None.
+
+    Asked in a process of its own: a CUDA context in a benchmark's parent would count in the device memory
+    that its workers measure.
+    """
+    ask = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    return _output(sys.executable, "-c", ask) or None
+
+
 def environment() -> dict[str, Any]:
-    """The header of a result file for this machine. Uses no GPU memory."""
+    """The header of a result file for this machine. Makes no CUDA context in this process."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
+    name = gpu_name()
     return {
-        "gpu": gpu_slug(torch.cuda.get_device_name(0)) if on_gpu else "cpu",
-        "driver": driver_version() if on_gpu else None,
+        "gpu": gpu_slug(name) if name else "cpu",
+        "driver": driver_version() if name else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
