@@ -27,7 +27,7 @@ from typing import Any
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import schema
 import torch
-from backends import CODEGENS, DRIVERS, compile_kwargs, default_codegen, pgraph_report
+from backends import CODEGENS, DRIVERS, as_count, compile_kwargs, default_codegen, pgraph_report
 from configs import WORKLOADS, Workload, workload
 from llama import Llama, compile_blocks
 from torch import Tensor
@@ -188,7 +188,7 @@ class Copy:
 def captures() -> int | None:
     """pgraph's captures so far; None without pgraph."""
     report = pgraph_report()
-    return None if report is None else int(report.captures)
+    return None if report is None else int(as_count(report.captures))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     python bench/memory.py --quick                           # one small config, few steps
     python bench/memory.py --configs 4x256 16x1024 --scopes block --repeats 3
     python bench/memory.py --expandable-segments --out results/
+    PGRAPH_COMMIT=$(git rev-parse HEAD) python bench/memory.py   # for a copy that has no git
 
 Each backend runs in a process of its own; the processes of one config take turns (all backends once, then
 all again), so that a drift of the machine's clock meets each of them. Figures are medians over the repeats;

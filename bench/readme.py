@@ -185,8 +185,8 @@ def chart(data: File, path: Path, check: bool) -> str | None:
         return None if path.exists() and mark in path.read_text(encoding="utf-8") else f"{path.name} is stale"
     # A fixed salt and no date: the same figures give the same file.
     with plt.rc_context({"svg.hashsalt": "pgraph", "font.size": 9}):
-        fig, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.4), squeeze=False)
-        for axis, (title, groups) in zip(axes[0], panels, strict=True):
+        fig, axes = plt.subplots(len(panels), 1, figsize=(9, 2.7 * len(panels) + 0.4), squeeze=False)
+        for axis, (title, groups) in zip(axes[:, 0], panels, strict=True):
             backends = [name for name in BACKENDS if any(name in values for _, values in groups)]
             width = 0.8 / len(backends)
             for index, name in enumerate(backends):
@@ -198,9 +198,10 @@ def chart(data: File, path: Path, check: bool) -> str | None:
             axis.set_xticks(range(len(groups)), [label for label, _ in groups])
             axis.set_title(f"{title}, relative to Inductor (lower is better)", fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0][0].legend(frameon=False, fontsize=7)
-        fig.suptitle(data["gpu"], fontsize=10)
-        fig.tight_layout()
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="upper right", ncols=len(labels), frameon=False, fontsize=8)
+        fig.suptitle(data["gpu"], fontsize=10, x=0.02, ha="left")
+        fig.tight_layout(rect=(0, 0, 1, 0.97))
         fig.savefig(path, metadata={"Date": None, "Description": mark})
         plt.close(fig)
     return None

@@ -20,7 +20,7 @@ from typing import Any
 
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import torch
-from backends import compile_kwargs, peak_rss_mb, pgraph_report
+from backends import as_count, compile_kwargs, peak_rss_mb, pgraph_report
 from configs import Workload, workload
 from llama import Llama, compile_blocks, count_parameters
 from torch import Tensor
@@ -221,16 +221,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     report = pgraph_report() if spec.backend == "pgraph" else None
     if report is not None:
         capture_s = float(report.capture_s)
-        extra = {
-            "captures": report.captures,
-            "nodes": report.nodes,
-            "slots": report.slots,
-            "launches": report.launches,
-            "fallbacks": _count(report.fallbacks),
-            "partitions": _count(report.partitions),
-            "exec_mb": _count(report.exec_bytes) / MB,
-            "summary": report.summary(),
-        }
+        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "partitions")
+        extra = {key: as_count(getattr(report, key)) for key in counts}
+        extra |= {"exec_mb": as_count(report.exec_bytes) / MB, "summary": report.summary()}
     elif spec.backend == "reduce-overhead":
         # Warm-up and recording fill the steps after the compiling one: what they take over a steady step.
         capture_s = sum(max(0.0, seconds - steady_s) for seconds in warm_s[1:])
@@ -252,11 +245,6 @@ def measure(spec: Spec) -> dict[str, Any]:
         "steps": spec.steps,
         **extra,
     }
-
-
-def _count(value: Any) -> float:
-    """A number as it is, a collection by its length."""
-    return value if isinstance(value, int | float) else len(value)
 
 
 def main() -> None:

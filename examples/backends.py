@@ -91,6 +91,11 @@ def pgraph_report() -> Any | None:
     return pgraph.report()
 
 
+def as_count(value: Any) -> float:
+    """A number as it is, a collection by its length: the report's fields as plain figures."""
+    return value if isinstance(value, int | float) else len(value)
+
+
 def reset_compiled() -> None:
     """Forget all compiled code and, where pgraph is loaded, its templates and counters."""
     if "pgraph.backend" in sys.modules:
