@@ -1,0 +1,198 @@
+"""Speed and memory of a training step: eager, Inductor, reduce-overhead and pgraph side by side.
+
+    python bench/memory.py                                   # everything this machine can run
+    python bench/memory.py --quick                           # one small config, few steps
+    python bench/memory.py --configs 4x256 16x1024 --scopes block --repeats 3
+    python bench/memory.py --expandable-segments --out results/
+    PGRAPH_COMMIT=$(git rev-parse HEAD) python bench/memory.py   # for a copy that has no git
+
+Each backend runs in a process of its own; the processes of one config take turns (all backends once, then
+all again), so that a drift of the machine's clock meets each of them. Figures are medians over the repeats;
+``ms_p10``/``ms_p90`` are the spread over the steps, ``ms_min``/``ms_max`` that over the repeats. Results go
+to ``bench/results/memory-<gpu>.json`` after every config, so a stopped run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _paths
+import schema
+import torch
+from configs import WORKLOADS
+
+WORKER = Path(__file__).resolve().with_name("worker.py")
+GPU_CONFIGS = ["4x256", "16x1024", "8x4096"]
+EXPANDABLE = "expandable_segments:True"
+# Of the first repeat only, which compiles from an empty cache; later ones find its kernels.
+FIRST_ONLY = ("compile_s", "warmup_s")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line of this program; `argv` None reads the real one."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    backends = list(schema.CHOICES["backend"])
+    add("--configs", nargs="+", choices=list(WORKLOADS), default=GPU_CONFIGS if on_gpu else ["cpu-tiny"])
+    add("--scopes", nargs="+", choices=schema.CHOICES["scope"], default=["block", "model"])
+    add("--backends", nargs="+", choices=backends, default=default_backends(on_gpu))
+    add("--modes", nargs="+", choices=schema.CHOICES["mode"], default=["train"])
+    add("--steps", type=int, default=50, help="steps timed back to back")
+    add("--warmup", type=int, default=10, help="steps before the clock counts")
+    add("--repeats", type=int, default=3, help="processes for each backend")
+    add("--memory-steps", type=int, default=50, help="steps over which growth of memory is watched")
+    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    add("--driver", choices=["auto", "cuda", "host"], default="auto", help="pgraph's driver")
+    add("--codegen", choices=["auto", "inductor", "aten"], default="auto", help="pgraph's code generator")
+    add("--expandable-segments", action="store_true", help=f"run with PYTORCH_ALLOC_CONF={EXPANDABLE}")
+    add("--timeout", type=float, default=900.0, help="seconds for one process")
+    add("--out", default=None, help="JSON file or folder for the results")
+    add("--quick", action="store_true", help="first config only, 3 warm-up and 10 timed steps, one repeat")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.configs, args.repeats = args.configs[:1], 1
+        args.steps, args.memory_steps = min(args.steps, 10), min(args.memory_steps, 10)
+        args.warmup = min(args.warmup, 5)
+    if min(args.steps, args.warmup, args.repeats) < 1:
+        parser.error("--steps, --warmup and --repeats must be at least 1")
+    return args
+
+
+def default_backends(on_gpu: bool) -> list[str]:
+    """All four on a GPU; on a CPU no CUDA graphs, and Inductor only with a C++ compiler."""
+    if on_gpu:
+        return ["eager", "inductor", "reduce-overhead", "pgraph"]
+    compiler = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+    return ["eager", *(["inductor"] if compiler else []), "pgraph"]
+
+
+def start_worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
+    """Run one worker and return its figures; a failing one gives ``{"status": the error's last line}``."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(WORKER), json.dumps(spec)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment,
+            cwd=_paths.REPO,
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": f"timeout: no result after {timeout:.0f} s"}
+    if done.returncode:
+        return {"status": last_error(done.stderr) or f"exit status {done.returncode}"}
+    try:
+        return {"status": "ok", **json.loads(done.stdout.splitlines()[-1])}
+    except (IndexError, json.JSONDecodeError):
+        return {"status": "the worker printed no JSON on its last line"}
+
+
+def last_error(stderr: str) -> str:
+    """The line of a traceback that names the exception, at most 300 characters."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    # Dynamo appends advice below its errors, so the last line that looks like "SomeError: text" is wanted.
+    named = [line for line in lines if not line.startswith(" ") and "Error" in line.split(":", 1)[0]]
+    return (named or lines or [""])[-1].strip()[:300]
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row's figures from the repeats: medians, with the spread of ms per step over the repeats."""
+    good = [run for run in runs if run["status"] == "ok"]
+    if not good:
+        return dict(runs[0])
+    row: dict[str, Any] = {}
+    for key, first in good[0].items():
+        values = [run.get(key) for run in good]
+        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        row[key] = statistics.median(values) if numeric and key not in FIRST_ONLY else first  # type: ignore[type-var]
+    times = [run["ms_per_step"] for run in good]
+    row |= {"ms_min": min(times), "ms_max": max(times), "repeats": len(good)}
+    if len(good) < len(runs):
+        bad = next(run["status"] for run in runs if run["status"] != "ok")
+        row["status"] = f"{len(runs) - len(good)} of {len(runs)} repeats failed: {bad}"
+    return row
+
+
+def measure(args: argparse.Namespace, config: str, mode: str, scope: str) -> list[dict[str, Any]]:
+    """Rows of all backends for one config, their processes taking turns."""
+    runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in args.backends}
+    with tempfile.TemporaryDirectory(prefix="pgraph-bench-") as cache:
+        for repeat in range(args.repeats):
+            for backend in args.backends:
+                environment = dict(os.environ)
+                # An empty compile cache for each backend: the first repeat's compile time is a cold one.
+                environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / backend)
+                if args.expandable_segments:
+                    environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+                spec = {
+                    "config": config,
+                    "scope": scope,
+                    "backend": backend,
+                    "mode": mode,
+                    "device": args.device,
+                    "driver": args.driver,
+                    "codegen": args.codegen,
+                    "warmup": args.warmup,
+                    "steps": args.steps,
+                    "issue_steps": min(args.steps, 20),
+                    "memory_steps": args.memory_steps,
+                }
+                began = time.perf_counter()
+                figures = start_worker(spec, environment, args.timeout)
+                runs[backend].append(figures)
+                print(
+                    f"{config} {mode} {scope} {backend} {repeat + 1}/{args.repeats}: {brief(figures)} "
+                    f"({time.perf_counter() - began:.0f} s)",
+                    flush=True,
+                )
+    identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
+    alloc = {"alloc_conf": EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
+    return [{**identity, "backend": name, **alloc, **summarise(found)} for name, found in runs.items()]
+
+
+def brief(figures: dict[str, Any]) -> str:
+    """One line about one process."""
+    if figures["status"] != "ok":
+        return str(figures["status"])
+    reserved = figures["peak_reserved_mb"]
+    memory = (
+        f"{reserved:,.0f} MB reserved" if reserved is not None else f"{figures['peak_rss_mb']:,.0f} MB RSS"
+    )
+    return (
+        f"{figures['ms_per_step']:.2f} ms/step, issue {figures['cpu_issue_ms']:.2f} ms, {memory}, "
+        f"compile {figures['compile_s']:.1f} s, loss {figures['final_loss']:.4f}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Measure, and write the result file; returns its path."""
+    args = parse_args(argv)
+    header = schema.environment()
+    if args.device == "cpu" or args.driver == "host":
+        header |= {"gpu": "cpu", "driver": None}
+        args.device = "cpu"
+    path = schema.result_path("memory", header["gpu"], args.out)
+    for config in args.configs:
+        for mode in args.modes:
+            for scope in args.scopes:
+                schema.write(path, measure(args, config, mode, scope), header)
+    print(f"wrote {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

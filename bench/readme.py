@@ -1,0 +1,246 @@
+"""Write the README's measured tables and the charts from ``bench/results/*.json``.
+
+    python bench/readme.py            # rewrite README.md and bench/results/*.svg in place
+    python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
+
+A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
+equality. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import schema
+from _paths import REPO, RESULTS
+from tabulate import tabulate
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+File = dict[str, Any]
+Row = dict[str, Any]
+
+MARKERS = re.compile(r"(<!-- table:(?P<name>[\w@.-]+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
+BACKENDS = schema.CHOICES["backend"]
+COLOURS = {
+    "eager": "#9a9a9a",
+    "aot_eager": "#c4c4c4",
+    "inductor": "#4c72b0",
+    "reduce-overhead": "#dd8452",
+    "pgraph": "#55a868",
+}
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("ms_per_step", "ms/step", ",.2f"),
+    ("cpu_issue_ms", "CPU issue ms", ",.2f"),
+    ("peak_allocated_mb", "peak allocated MB", ",.0f"),
+    ("peak_reserved_mb", "peak reserved MB", ",.0f"),
+    ("device_used_mb", "device used MB", ",.0f"),
+    ("compile_s", "compile s", ",.1f"),
+    ("capture_s", "capture s", ",.2f"),
+)
+
+
+def place(row: Row) -> str:
+    """What was compiled, in words: ``"4x256, per block"``."""
+    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}"
+
+
+def figure(value: Any, form: str) -> str:
+    """A figure as text; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def ordered(rows: Sequence[Row]) -> list[Row]:
+    """Rows by config as first met, then mode and scope, then backend in the usual order."""
+    configs = list(dict.fromkeys(row["config"] for row in rows))
+    return sorted(
+        rows, key=lambda r: (configs.index(r["config"]), r["mode"], r["scope"], BACKENDS.index(r["backend"]))
+    )
+
+
+def is_expandable(row: Row) -> bool:
+    """Whether the row was measured with expandable segments."""
+    return row["alloc_conf"] != schema.DEFAULT_ALLOC_CONF
+
+
+def caption(data: File) -> str:
+    """One line about the machine."""
+    driver = f", driver {data['driver']}" if data["driver"] else ""
+    return f"**{data['gpu']}**{driver}, torch {data['torch']}, Python {data['python']}, {data['date']}"
+
+
+def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
+    """The table of one machine; empty if nothing of it is kept."""
+    rows = ordered([row for row in data["rows"] if row["bench"] == "memory" and keep(row)])
+    if not rows:
+        return ""
+    # A column that no row fills (device memory on a CPU) is left out.
+    columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
+    if data["gpu"] == "cpu":
+        columns.append(("peak_rss_mb", "max RSS MB", ",.0f"))
+    modes = len({row["mode"] for row in rows}) > 1
+    lines, notes = [], []
+    for row in rows:
+        where = place(row) + (f", {row['mode']}" if modes else "")
+        lines.append([where, row["backend"], *(figure(row.get(key), form) for key, _, form in columns)])
+        if row["status"] != "ok":
+            notes.append(f"- {where}, {row['backend']}: {row['status']}")
+    head = ["config", "backend", *(title for _, title, _ in columns)]
+    align = ["left", "left"] + ["right"] * len(columns)
+    text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+    return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def equality_table(data: File) -> str:
+    """The correctness table of one machine; empty if it has none."""
+    rows = ordered([row for row in data["rows"] if row["bench"] == "equality"])
+    if not rows:
+        return ""
+    lines = []
+    for row in rows:
+        compared, equal = row.get("tensors_compared"), row.get("tensors_bit_equal")
+        grew = "-" if row.get("captures_end") is None else f"{row['captures_warm']} -> {row['captures_end']}"
+        lines.append(
+            [
+                place(row),
+                f"{row['backend']} against {row.get('reference', '-')}",
+                figure(row.get("steps"), ",d"),
+                figure(compared, ",d"),
+                figure(equal, ",d"),
+                figure(row.get("distinct_addresses"), ",d"),
+                grew,
+                row["status"],
+            ]
+        )
+    head = ["config", "backends", "steps", "tensors", "bit-equal", "addresses", "captures", "result"]
+    align = ["left", "left", "right", "right", "right", "right", "right", "left"]
+    return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+
+
+TABLES: dict[str, Callable[[File], str]] = {
+    "memory": lambda data: memory_table(data, lambda row: not is_expandable(row)),
+    "memory-expandable": lambda data: memory_table(data, is_expandable),
+    "equality": equality_table,
+}
+
+
+def table(name: str, files: Sequence[File]) -> str:
+    """The Markdown of the table called `name`, with a blank line around it."""
+    kind, _, gpu = name.partition("@")
+    if kind not in TABLES:
+        raise ValueError(
+            f"table:{name} is unknown; choose one of {', '.join(TABLES)}, with @GPU behind it or not"
+        )
+    chosen = [data for data in files if not gpu or data["gpu"] == gpu]
+    parts = [text for data in chosen if (text := TABLES[kind](data))]
+    return "\n" + "\n".join(parts or ["No results yet.\n"]) + "\n"
+
+
+def rewrite(text: str, files: Sequence[File]) -> str:
+    """`text` with every marked table written anew."""
+    return MARKERS.sub(lambda match: match[1] + table(match["name"], files) + match[4], text)
+
+
+def relative(rows: Sequence[Row], key: str) -> list[tuple[str, dict[str, float]]]:
+    """For each config and scope the backends' `key` over Inductor's; groups without Inductor are left out."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in ordered([r for r in rows if r.get(key)]):
+        groups.setdefault(place(row).replace(", ", "\n"), {})[row["backend"]] = row[key]
+    return [
+        (label, {name: value / found["inductor"] for name, value in found.items()})
+        for label, found in groups.items()
+        if "inductor" in found
+    ]
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """A short mark of the figures that a chart shows; written into it, so that a stale one is known."""
+    keys = ("config", "scope", "backend", "ms_per_step", "peak_reserved_mb")
+    return hashlib.sha256(repr([[row.get(key) for key in keys] for row in rows]).encode()).hexdigest()[:16]
+
+
+def chart(data: File, path: Path, check: bool) -> str | None:
+    """Draw time and memory relative to Inductor; with `check` only say what is wrong with the chart there."""
+    rows = [
+        r
+        for r in data["rows"]
+        if r["bench"] == "memory" and r["mode"] == "train" and r["status"] == "ok" and not is_expandable(r)
+    ]
+    panels = [
+        (title, groups)
+        for key, title in (("ms_per_step", "ms per step"), ("peak_reserved_mb", "peak reserved memory"))
+        if (groups := relative(rows, key))
+    ]
+    if not panels:
+        return None
+    mark = f"figures {digest(rows)}"
+    if check:
+        return None if path.exists() and mark in path.read_text(encoding="utf-8") else f"{path.name} is stale"
+    # A fixed salt and no date: the same figures give the same file.
+    with plt.rc_context({"svg.hashsalt": "pgraph", "font.size": 9}):
+        fig, axes = plt.subplots(len(panels), 1, figsize=(9, 2.7 * len(panels) + 0.4), squeeze=False)
+        for axis, (title, groups) in zip(axes[:, 0], panels, strict=True):
+            backends = [name for name in BACKENDS if any(name in values for _, values in groups)]
+            width = 0.8 / len(backends)
+            for index, name in enumerate(backends):
+                places = [i + (index - (len(backends) - 1) / 2) * width for i in range(len(groups))]
+                heights = [values.get(name, 0.0) for _, values in groups]
+                bars = axis.bar(places, heights, width, label=name, color=COLOURS[name])
+                axis.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
+            axis.axhline(1.0, color="black", linewidth=0.6)
+            axis.set_xticks(range(len(groups)), [label for label, _ in groups])
+            axis.set_title(f"{title}, relative to Inductor (lower is better)", fontsize=9)
+            axis.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="upper right", ncols=len(labels), frameon=False, fontsize=8)
+        fig.suptitle(data["gpu"], fontsize=10, x=0.02, ha="left")
+        fig.tight_layout(rect=(0, 0, 1, 0.97))
+        fig.savefig(path, metadata={"Date": None, "Description": mark})
+        plt.close(fig)
+    return None
+
+
+def load(folder: Path) -> list[File]:
+    """All result files of a folder, in order of their names."""
+    return [schema.read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite or check; returns 1 if something is stale or missing."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is stale")
+    parser.add_argument("--readme", type=Path, default=REPO / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+
+    files = load(args.results)
+    old = args.readme.read_text(encoding="utf-8")
+    if not MARKERS.search(old):
+        print(
+            f"{args.readme}: no table markers; "
+            "add <!-- table:memory --> and <!-- /table --> on lines of their own"
+        )
+        return 1
+    new = rewrite(old, files)
+    stale = [f"{args.readme.name} is stale"] if new != old else []
+    for data in files:
+        problem = chart(data, args.results / f"memory-{data['gpu']}.svg", args.check)
+        stale += [problem] if problem else []
+    if args.check:
+        if stale:
+            print("; ".join(stale) + ": run python bench/readme.py and commit what it writes")
+        return bool(stale)
+    args.readme.write_text(new, encoding="utf-8")
+    print(f"{args.readme}: {'rewritten' if stale else 'unchanged'}, {len(files)} result file(s)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

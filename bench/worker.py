@@ -1,0 +1,259 @@
+"""One measurement in one process: `memory.py` starts it, and reads the JSON on the last line it prints.
+
+    python bench/worker.py '{"config": "4x256", "scope": "block", "backend": "inductor"}'
+
+One process for each backend keeps one backend's pools, caches and graphs out of the other's figures.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import _paths  # noqa: F401  (puts examples/ on sys.path)
+import torch
+from backends import as_count, compile_kwargs, peak_rss_mb, pgraph_report
+from configs import Workload, workload
+from llama import Llama, compile_blocks, count_parameters
+from torch import Tensor
+
+MB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What to measure.
+
+    Args:
+        config: name of the workload.
+        scope: ``"block"`` or ``"model"``: what is compiled as one piece.
+        backend: name of the backend.
+        mode: ``"train"`` or ``"infer"``.
+        device: ``"auto"``, ``"cuda"`` or ``"cpu"``.
+        driver, codegen: pgraph's options.
+        warmup: steps before anything is measured.
+        steps: steps timed back to back.
+        issue_steps: steps timed one by one on the host's clock.
+        memory_steps: steps over which growth of memory is watched.
+        seed: of the weights and the tokens.
+    """
+
+    config: str = "cpu-tiny"
+    scope: str = "block"
+    backend: str = "eager"
+    mode: str = "train"
+    device: str = "auto"
+    driver: str = "auto"
+    codegen: str = "auto"
+    warmup: int = 10
+    steps: int = 50
+    issue_steps: int = 20
+    memory_steps: int = 50
+    seed: int = 0
+
+
+class Device:
+    """Clock and memory counters of a GPU or a CPU under one set of names."""
+
+    def __init__(self, name: str) -> None:
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        self.torch = torch.device(name)
+        self.on_gpu = self.torch.type == "cuda"
+
+    def drain(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def timed(self, step: Callable[[], Any], steps: int) -> list[float]:
+        """ms of each of `steps` steps issued back to back; on a GPU by events, without waiting between."""
+        self.drain()
+        if not self.on_gpu:
+            marks = [time.perf_counter()]
+            for _ in range(steps):
+                step()
+                marks.append(time.perf_counter())
+            return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        self.drain()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+    def issue(self, step: Callable[[], Any], steps: int) -> list[float]:
+        """Host ms until a step's calls have returned, the device drained before each."""
+        times = []
+        for _ in range(steps):
+            self.drain()
+            began = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - began) * 1e3)
+        self.drain()
+        return times
+
+    def reset_peak(self) -> None:
+        """Start the peak counters anew."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> dict[str, float | None]:
+        """Peak and current sizes in MB; None for what a CPU lacks."""
+        if not self.on_gpu:
+            return dict.fromkeys(("peak_allocated_mb", "peak_reserved_mb", "device_used_mb"), None) | {
+                "peak_rss_mb": peak_rss_mb()
+            }
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "peak_allocated_mb": torch.cuda.max_memory_allocated() / MB,
+            "peak_reserved_mb": torch.cuda.max_memory_reserved() / MB,
+            # Everything on the device: pools, graphs, library workspaces, the context.
+            "device_used_mb": (total - free) / MB,
+            "peak_rss_mb": peak_rss_mb(),
+        }
+
+    def held_mb(self) -> float:
+        """What the allocator holds right now, in MB; the process's peak RSS on a CPU."""
+        return torch.cuda.memory_reserved() / MB if self.on_gpu else (peak_rss_mb() or 0.0)
+
+
+class Trainer:
+    """A model, its optimizer, and fresh random tokens at every step."""
+
+    def __init__(self, spec: Spec, load: Workload, device: Device) -> None:
+        torch.manual_seed(spec.seed)
+        self.spec, self.load, self.device = spec, load, device
+        self.model = Llama(load.llama).to_training(device.torch)
+        self.parameters = count_parameters(self.model)
+        kwargs = compile_kwargs(spec.backend, device.torch, spec.driver, spec.codegen)
+        if kwargs is not None:
+            compile_blocks(self.model, spec.scope, **kwargs)
+        training = spec.mode == "train"
+        self.model.train(training)
+        self.optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.on_gpu) if training else None
+        )
+        self.random = torch.Generator(device.torch).manual_seed(spec.seed + 1)
+        # The last few batches stay alive, so that the allocator cannot hand out one address for ever.
+        self.recent: collections.deque[Tensor] = collections.deque(maxlen=3)
+        self.addresses: set[int] = set()
+        self.last: Tensor | None = None
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """A batch at a fresh address."""
+        shape = (2, self.load.batch, self.load.seq)
+        both = torch.randint(
+            self.load.llama.vocab, shape, generator=self.random, device=self.device.torch, dtype=torch.int64
+        )
+        self.recent.append(both)
+        self.addresses.add(both.data_ptr())
+        return both[0], both[1]
+
+    def step(self) -> None:
+        """One training or inference step; leaves its loss or logits in `last`."""
+        if self.spec.backend == "reduce-overhead":
+            self.last = None  # lives in the graph's pool, which the next step overwrites
+            torch.compiler.cudagraph_mark_step_begin()
+        tokens, targets = self.tokens()
+        if self.optimizer is None:
+            with torch.no_grad():
+                self.last = self.model(tokens)
+            return
+        loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.last = loss.detach()
+
+    def check(self) -> float:
+        """Value of the last step's result (its mean in inference); raises if it is not finite."""
+        assert self.last is not None
+        value = self.last.float().mean().item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"result {value} after training with {self.spec.backend} is not finite")
+        return value
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which `share` of `values` lie, by nearest rank."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Run `spec` and return the figures of one row."""
+    load, device = workload(spec.config), Device(spec.device)
+    trainer = Trainer(spec, load, device)
+
+    warm_s = []
+    for _ in range(max(1, spec.warmup)):
+        began = time.perf_counter()
+        trainer.step()
+        device.drain()
+        warm_s.append(time.perf_counter() - began)
+        trainer.check()
+
+    # Ghost allocations and recordings count in the statistics while they happen: from here on, none does.
+    device.reset_peak()
+    times = device.timed(trainer.step, spec.steps)
+    trainer.check()
+    memory = device.memory()
+    issue = device.issue(trainer.step, spec.issue_steps)
+    held = []
+    for _ in range(spec.memory_steps):
+        trainer.step()
+        held.append(device.held_mb())
+    device.drain()
+    final = trainer.check()
+
+    steady_s = statistics.median(times) / 1e3
+    capture_s: float | None = None
+    extra: dict[str, Any] = {}
+    report = pgraph_report() if spec.backend == "pgraph" else None
+    if report is not None:
+        capture_s = float(report.capture_s)
+        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "partitions")
+        extra = {key: as_count(getattr(report, key)) for key in counts}
+        extra |= {"exec_mb": as_count(report.exec_bytes) / MB, "summary": report.summary()}
+    elif spec.backend == "reduce-overhead":
+        # Warm-up and recording fill the steps after the compiling one: what they take over a steady step.
+        capture_s = sum(max(0.0, seconds - steady_s) for seconds in warm_s[1:])
+    return {
+        "ms_per_step": statistics.median(times),
+        "ms_p10": quantile(times, 0.1),
+        "ms_p90": quantile(times, 0.9),
+        "cpu_issue_ms": statistics.median(issue),
+        "cpu_issue_p10": quantile(issue, 0.1),
+        "cpu_issue_p90": quantile(issue, 0.9),
+        **memory,
+        "growth_mb": held[-1] - held[0] if held else 0.0,
+        "compile_s": warm_s[0],
+        "warmup_s": sum(warm_s),
+        "capture_s": capture_s,
+        "final_loss": final,
+        "parameters": trainer.parameters,
+        "token_addresses": len(trainer.addresses),
+        "steps": spec.steps,
+        **extra,
+    }
+
+
+def main() -> None:
+    """Measure what the first argument says; print one JSON line last."""
+    spec = Spec(**json.loads(sys.argv[1]))
+    figures = measure(spec)
+    sys.stdout.flush()
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

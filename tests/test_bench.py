@@ -1,0 +1,323 @@
+"""The benchmark programs: result schema, README tables, the worker, and the judge of the equality run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+BENCH = REPO / "bench"
+HEADER = {
+    "gpu": "nvidia-h200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "python": "3.12.0",
+    "commit": "abc",
+    "date": "2026-01-02",
+}
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a benchmark by its file, with sys.path and sys.modules as they were afterwards."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), str(REPO / "examples"), *sys.path])
+
+    def import_bench(name: str) -> ModuleType:
+        for module in ("_paths", "schema", "configs", "backends", "llama", name):
+            spec = importlib.util.find_spec(module)
+            assert spec is not None, module
+            if module not in sys.modules:
+                loaded = importlib.util.module_from_spec(spec)
+                monkeypatch.setitem(sys.modules, module, loaded)
+                assert spec.loader is not None
+                spec.loader.exec_module(loaded)
+        return sys.modules[name]
+
+    return import_bench
+
+
+def memory_row(backend: str = "pgraph", **changes: Any) -> dict[str, Any]:
+    """A valid row of the memory benchmark."""
+    return {
+        "bench": "memory",
+        "config": "4x256",
+        "mode": "train",
+        "scope": "block",
+        "backend": backend,
+        "alloc_conf": "default",
+        "ms_per_step": 2.5,
+        "cpu_issue_ms": 1.5,
+        "peak_allocated_mb": 100.0,
+        "peak_reserved_mb": 200,
+        "device_used_mb": 900.0,
+        "compile_s": 12.0,
+        "capture_s": None,
+        "status": "ok",
+        **changes,
+    }
+
+
+def equality_row(**changes: Any) -> dict[str, Any]:
+    """A valid row of the equality run."""
+    identity = {
+        "bench": "equality",
+        "config": "4x256",
+        "mode": "train",
+        "scope": "model",
+        "backend": "pgraph",
+    }
+    counts = {"steps": 200, "tensors_compared": 5000, "tensors_bit_equal": 5000, "distinct_addresses": 321}
+    return {
+        **identity,
+        **counts,
+        "captures_warm": 2,
+        "captures_end": 2,
+        "reference": "inductor",
+        "status": "equal",
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"backend": "magic"}, "backend='magic' must be one of eager"),
+        ({"scope": ""}, "scope='' must be a non-empty string"),
+        ({"ms_per_step": "fast"}, "ms_per_step='fast' must be a number or None"),
+        ({"peak_reserved_mb": float("nan")}, "peak_reserved_mb=nan must be finite"),
+        ({"compile_s": -1.0}, "compile_s=-1.0 must be finite and not negative"),
+        ({"steps": True}, None),
+    ],
+)
+def test_row_problems_name_the_value(load: Any, changes: dict[str, Any], text: str | None) -> None:
+    found = load("schema").problems(memory_row(**changes))
+    assert found == [] if text is None else text in "; ".join(found)
+
+
+def test_missing_figures_are_refused_unless_the_run_failed(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    row = memory_row()
+    del row["cpu_issue_ms"], row["mode"]
+    with pytest.raises(
+        schema.SchemaError, match=r"x\.json: row 0: mode is missing; row 0: cpu_issue_ms is miss"
+    ):
+        schema.write(tmp_path / "x.json", [row], HEADER)
+    assert not (tmp_path / "x.json").exists()
+    failed = {
+        key: value for key, value in memory_row(status="RuntimeError: no").items() if key != "cpu_issue_ms"
+    }
+    assert schema.problems(failed) == []
+
+
+def test_write_merges_by_identity_and_keeps_the_measuring_commit(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    path = tmp_path / "deep" / "memory-nvidia-h200.json"
+    schema.write(path, [memory_row("inductor"), memory_row("pgraph")], HEADER)
+    other = memory_row("pgraph", alloc_conf="expandable_segments:True")
+    schema.write(path, [memory_row("pgraph", ms_per_step=9.0), other], {**HEADER, "commit": "def"})
+    data = schema.read(path)
+    assert data["commit"] == "def"
+    found = [(r["backend"], r["alloc_conf"], r["ms_per_step"], r["commit"]) for r in data["rows"]]
+    assert found == [
+        ("inductor", "default", 2.5, "abc"),
+        ("pgraph", "default", 9.0, "def"),
+        ("pgraph", "expandable_segments:True", 2.5, "def"),
+    ]
+
+
+def test_a_file_of_another_machine_or_twin_rows_are_refused(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    path = tmp_path / "r.json"
+    with pytest.raises(schema.SchemaError, match="rows 0 and 1 are the same measurement"):
+        schema.write(path, [memory_row(), memory_row()], HEADER)
+    schema.write(path, [memory_row()], HEADER)
+    with pytest.raises(schema.SchemaError, match="holds results of nvidia-h200, not cpu"):
+        schema.write(path, [memory_row()], {**HEADER, "gpu": "cpu"})
+    path.write_text("{")
+    with pytest.raises(schema.SchemaError, match="not JSON"):
+        schema.read(path)
+
+
+def test_commit_and_slug(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = load("schema")
+    monkeypatch.setenv("PGRAPH_COMMIT", "feed")
+    assert schema.commit() == "feed"
+    assert schema.gpu_slug("NVIDIA H200") == "nvidia-h200"
+    assert schema.environment()["commit"] == "feed"
+
+
+def run_readme(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run bench/readme.py on a folder that holds README.md and the results."""
+    command = [sys.executable, str(BENCH / "readme.py"), "--readme", str(folder / "README.md")]
+    return subprocess.run(
+        [*command, "--results", str(folder), *flags], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    failed = {k: v for k, v in memory_row("eager", status="MemoryError: full").items() if v != 2.5}
+    rows = [memory_row("pgraph", peak_reserved_mb=1234.4, capture_s=0.25), memory_row("inductor"), failed]
+    path = schema.write(tmp_path / "memory-nvidia-h200.json", rows, HEADER)
+    schema.write(tmp_path / "equality-nvidia-h200.json", [equality_row()], HEADER)
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "top\n<!-- table:memory -->\nold\n<!-- /table -->\nmiddle\n<!-- table:equality -->\n<!-- /table -->\n"
+        "<!-- table:memory@nvidia-b200 -->\n<!-- /table -->\nend\n"
+    )
+
+    before = run_readme(tmp_path, "--check")
+    assert before.returncode == 1
+    assert "README.md is stale; memory-nvidia-h200.svg is stale" in before.stdout
+    assert "old" in readme.read_text()
+
+    done = run_readme(tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = readme.read_text()
+    assert text.startswith("top\n")
+    assert text.endswith("end\n")
+    assert "\nmiddle\n" in text
+    assert "old" not in text
+    assert "No results yet." in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    # Usual order of the backends, not that of the file; a figure that is missing is a dash.
+    assert [line[1] for line in lines if line[0] == "4x256, per block"] == ["eager", "inductor", "pgraph"]
+    assert ["4x256, per block", "pgraph", "2.50", "1.50", "100", "1,234", "900", "12.0", "0.25"] in lines
+    assert "- 4x256, per block, eager: MemoryError: full" in text
+    assert [
+        "4x256, whole model",
+        "pgraph against inductor",
+        "200",
+        "5,000",
+        "5,000",
+        "321",
+        "2 -> 2",
+        "equal",
+    ] in lines
+
+    svg = (tmp_path / "memory-nvidia-h200.svg").read_bytes()
+    assert run_readme(tmp_path, "--check").returncode == 0
+    assert run_readme(tmp_path).returncode == 0
+    assert (tmp_path / "memory-nvidia-h200.svg").read_bytes() == svg
+
+    schema.write(path, [memory_row("pgraph", ms_per_step=3.0)], HEADER)
+    after = run_readme(tmp_path, "--check")
+    assert after.returncode == 1
+    assert "stale" in after.stdout
+
+
+def test_memory_benchmark_writes_a_valid_row(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    command = [
+        sys.executable,
+        str(BENCH / "memory.py"),
+        "--configs",
+        "cpu-tiny",
+        "--backends",
+        "eager",
+        "--steps",
+        "2",
+    ]
+    small = ["--warmup", "1", "--repeats", "1", "--memory-steps", "2", "--scopes", "block", "--device", "cpu"]
+    env = {**os.environ, "PGRAPH_COMMIT": "feed"}
+    done = subprocess.run(
+        [*command, *small, "--out", str(tmp_path)], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    data = schema.read(tmp_path / "memory-cpu.json")
+    (row,) = data["rows"]
+    assert row["status"] == "ok"
+    assert row["ms_per_step"] > 0
+    assert 4.0 < row["final_loss"] < 7.0
+    assert row["token_addresses"] > 1
+    assert row["peak_reserved_mb"] is None
+    assert data["commit"] == row["commit"] == "feed"
+
+
+def test_a_failing_worker_becomes_a_status(load: Any) -> None:
+    memory = load("memory")
+    figures = memory.start_worker({"config": "no-such", "device": "cpu"}, dict(os.environ), 60.0)
+    assert figures == {
+        "status": "ValueError: config 'no-such' is unknown; choose from cpu-tiny, 4x256, 16x1024, 8x4096"
+    }
+    assert (
+        memory.last_error("Traceback\n  x\ntorch.FooError: bad\n\nSet X=1 for more\n")
+        == "torch.FooError: bad"
+    )
+    good = {"status": "ok", "ms_per_step": 2.0, "compile_s": 9.0}
+    row = memory.summarise([good, {"status": "boom"}, {**good, "ms_per_step": 4.0, "compile_s": 1.0}])
+    assert row["ms_per_step"] == 3.0
+    assert row["compile_s"] == 9.0
+    assert row["status"] == "1 of 3 repeats failed: boom"
+
+
+def test_equality_judges_by_the_references_own_spread(load: Any) -> None:
+    equality = load("equality")
+    x = torch.linspace(-1, 1, 64)
+    tiny, large = x + 2e-7, x + 0.1
+
+    def judge(*trios: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> str | None:
+        verdict = equality.Verdict()
+        for step, trio in enumerate(trios):
+            equality.compare(verdict, "x", step, trio)
+        return verdict.failure()
+
+    assert judge((x, x.clone(), x.clone())) is None
+    # The reference repeats itself exactly, so a rounding error in the candidate is a failure.
+    assert "step 1: x differs by 2" in str(judge((x, x.clone(), x.clone()), (x, x.clone(), tiny)))
+    # Nondeterminism of the reference that shows later excuses it, within the tolerance.
+    assert judge((x, x.clone(), tiny), (x, tiny, x.clone())) is None
+    assert "step 0: x differs by 0.1" in str(judge((x, tiny, large)))
+    assert "step 0" in str(judge((x, tiny, torch.full_like(x, float("nan")))))
+    assert "(32,)" in str(judge((x, x.clone(), x[:32])))
+    assert not equality.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_equality_run_moves_addresses_and_agrees(load: Any, tmp_path: Path) -> None:
+    equality = load("equality")
+    args = ["--config", "cpu-tiny", "--candidate", "aot_eager", "--reference", "eager", "--device", "cpu"]
+    assert equality.main([*args, "--steps", "8", "--warmup", "2", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "equality-cpu.json").read_text())["rows"]
+    assert row["tensors_compared"] == row["tensors_bit_equal"] == 8 * row["names_compared"]
+    assert row["fewest_addresses_of_a_parameter"] >= 2
+    torch._dynamo.reset()
+
+
+def test_equality_run_finds_a_wrong_backend(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that stores its first parameters' addresses, as a stale graph would, must not pass."""
+    equality = load("equality")
+
+    def stale(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
+        first: list[list[Any]] = []
+
+        def call(*inputs: Any) -> Any:
+            if not first:
+                first.append(
+                    [x.detach().clone() if isinstance(x, torch.nn.Parameter) else None for x in inputs]
+                )
+            mixed = [
+                x if old is None else x - x.detach() + old for x, old in zip(inputs, first[0], strict=True)
+            ]
+            return graph(*mixed)
+
+        return call
+
+    real = equality.compile_kwargs
+
+    def kwargs(backend: str, *rest: Any) -> Any:
+        return {"backend": stale, "dynamic": False} if backend == "aot_eager" else real(backend, *rest)
+
+    monkeypatch.setattr(equality, "compile_kwargs", kwargs)
+    args = ["--config", "cpu-tiny", "--candidate", "aot_eager", "--reference", "eager", "--device", "cpu"]
+    row = equality.run(equality.parse_args([*args, "--scope", "model", "--steps", "4", "--warmup", "2"]))
+    assert row["status"].startswith("step 1: ")
+    torch._dynamo.reset()

@@ -1,0 +1,64 @@
+"""The training example runs as a person would run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_llama.py"
+
+
+def has_backend() -> bool:
+    """Whether pgraph's backend module is there."""
+    return (
+        importlib.util.find_spec("pgraph") is not None
+        and importlib.util.find_spec("pgraph.backend") is not None
+    )
+
+
+def run_example(*flags: str) -> str:
+    """Run the example small, on the CPU, and return what it prints."""
+    small = ["--device", "cpu", "--dim", "32", "--layers", "2", "--batch", "2", "--seq", "16"]
+    command = [sys.executable, str(EXAMPLE), *small, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_eager_run_shows_the_summary() -> None:
+    out = run_example("--backend", "eager", "--steps", "3")
+    assert "parameters on cpu" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("eager"))
+    first, final, ms = map(float, row[1:4])
+    assert 4.5 < final < first < 6.5
+    assert ms > 0
+
+
+def test_compare_shows_both_runs_and_their_difference() -> None:
+    out = run_example("--backend", "aot_eager", "--steps", "3", "--compare", "--scope", "model")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(("eager", "aot_eager"))] == [
+        "eager",
+        "aot_eager",
+    ]
+    assert "aot_eager against eager, over all steps: 0\n" in out
+
+
+def test_unknown_settings_are_refused() -> None:
+    command = [sys.executable, str(EXAMPLE), "--driver", "host", "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--driver host runs on the CPU" in done.stderr
+
+
+@pytest.mark.skipif(not has_backend(), reason="pgraph.backend is not there yet")
+def test_pgraph_run_matches_eager() -> None:
+    out = run_example(
+        "--backend", "pgraph", "--driver", "host", "--codegen", "aten", "--steps", "12", "--compare"
+    )
+    line = next(line for line in out.splitlines() if "largest loss difference" in line)
+    assert float(line.rsplit(" ", 1)[1]) <= 1e-5
+    assert "captur" in out.splitlines()[-1]
