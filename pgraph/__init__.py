@@ -15,7 +15,7 @@ The files, in the order in which data flows through them:
 `launch`                  today's addresses in, ordinary tensors out
 `runner`                  the state machine: plain, captured, launched, fallen back
 `drivers/`                CUDA, and the same rules on the CPU
-`report`                  what has been done so far, and what stays outside and why
+`stats`                   what has been done so far, and what stays outside and why
 `compat`                  PyTorch's private interfaces
 ========================  ==========================================================================
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pgraph.backend import reset as reset
     from pgraph.options import list_options as list_options
-    from pgraph.report import report as report
+    from pgraph.stats import report as report
     from pgraph.safety import mark_unsafe as mark_unsafe
 
 __all__ = ["list_options", "mark_unsafe", "report", "reset"]
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _HOME = {
     "list_options": "pgraph.options",
     "mark_unsafe": "pgraph.safety",
-    "report": "pgraph.report",
+    "report": "pgraph.stats",
     "reset": "pgraph.backend",
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from pgraph import compat, drivers, report
+from pgraph import compat, drivers, stats
 from pgraph.drivers.base import Driver
 from pgraph.options import Options, parse
 from pgraph.partition import Call, extract, scan
@@ -63,9 +63,9 @@ class Backend:
 
 def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
-    for partition in report.live_partitions():
+    for partition in stats.live_partitions():
         partition.reset()
-    report.forget()
+    stats.forget()
     drivers.close_all()
 
 
@@ -96,7 +96,8 @@ def _compile_inductor(
     if len(calls.calls) == 1:
         compiled = whole()
         call = calls.calls[0]
-        return _runner(name, call, compiled, driver, options, compat.generated_namespaces(compiled), static)
+        namespaces = compat.generated_namespaces(compiled)
+        return compat.boxed(_runner(name, call, compiled, driver, options, namespaces, static))
     parts = []
     n_outputs = len(calls.output_slots)
     with compat.own_output_strides(n_outputs):
@@ -121,7 +122,7 @@ def _compile_inductor(
                     frozenset(part_static),
                 )
             )
-    return GraphRunner(calls, parts)
+    return compat.boxed(GraphRunner(calls, parts))
 
 
 def _aten(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -154,7 +155,7 @@ def _compile_aten(
         )
         for call in calls.calls
     ]
-    return parts[0] if len(parts) == 1 and calls.calls[0].module is gm else GraphRunner(calls, parts)
+    return compat.boxed(parts[0] if calls.calls[0].module is gm else GraphRunner(calls, parts))
 
 
 def _split(gm: torch.fx.GraphModule, driver: Driver, options: Options) -> Any:
@@ -172,7 +173,7 @@ def _runner(
     static: frozenset[int],
 ) -> Any:
     if not call.part.safe:
-        report.note_plain(name, call.part.reasons)
+        stats.note_plain(name, call.part.reasons)
         for reason in call.part.reasons:
             log.info("%s stays outside: %s", name, reason)
         return compiled

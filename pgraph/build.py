@@ -52,6 +52,7 @@ def build(
     driver: Driver,
     fn: Callable[[list[Any]], Sequence[Any]],
     inputs: Sequence[Any],
+    alignments: Sequence[int],
     *,
     namespaces: Sequence[dict[str, Any]] = (),
     constants: Sequence[torch.Tensor] = (),
@@ -63,7 +64,8 @@ def build(
     Args:
         driver: where.
         fn: the partition's code; takes one list and empties it.
-        inputs: today's arguments; only layout and alignment are read.
+        inputs: today's arguments; only their layout is read.
+        alignments: see `pgraph.capture.record`.
         namespaces: see `pgraph.capture.record`.
         constants: tensors that the code holds for as long as it lives.
         kept_inputs: positions among the device tensors in `inputs` whose memory the caller keeps
@@ -75,9 +77,9 @@ def build(
     """
     start = time.perf_counter()
     with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
-        first = record(driver, first_arena, fn, inputs, namespaces)
+        first = record(driver, first_arena, fn, inputs, alignments, namespaces)
         try:
-            second = record(driver, second_arena, fn, inputs, namespaces)
+            second = record(driver, second_arena, fn, inputs, alignments, namespaces)
             driver.release_graph(second.graph)
             slots = match(
                 first,

@@ -72,10 +72,10 @@ class _Recorder(TorchDispatchMode):
         self.boundary()
         return result
 
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A ghost with the layout, storage offset and alignment of a real input."""
+    def alias(self, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+        """A ghost with the layout and storage offset of a real input, and no more than `alignment`."""
         nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
-        address = self._session.arena.take(nbytes, tensor.data_ptr() % ALIGNMENT)
+        address = self._session.arena.take(nbytes, alignment % ALIGNMENT)
         ghost = self._session.arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset()
         )
@@ -144,6 +144,7 @@ def record(
     arena: Arena,
     fn: Callable[[list[Any]], Sequence[Any]],
     inputs: Sequence[Any],
+    alignments: Sequence[int],
     namespaces: Sequence[dict[str, Any]] = (),
 ) -> Recording:
     """Capture one call of `fn` (which takes one list and empties it).
@@ -152,7 +153,9 @@ def record(
         driver: where to capture.
         arena: ghost addresses to use; must outlive the second capture too.
         fn: the partition's code.
-        inputs: today's arguments; only their layout and alignment are read.
+        inputs: today's arguments; only their layout is read.
+        alignments: bytes, a power of two per device tensor in `inputs`: its ghost has exactly this
+            alignment (up to `ALIGNMENT`), so that no kernel is chosen that needs more.
         namespaces: globals of generated modules that allocate by themselves.
 
     Raises:
@@ -164,7 +167,7 @@ def record(
     try:
         with driver.capture(arena) as session:
             try:
-                return _record(session, fn, inputs, namespaces)
+                return _record(session, fn, inputs, alignments, namespaces)
             except Exception as e:
                 reason = e.reason if isinstance(e, CaptureError) else _failure(e)
                 log.debug("capture failed", exc_info=True)
@@ -177,15 +180,17 @@ def record(
 
 
 def _record(
-    session: Session, fn: Callable[[list[Any]], Sequence[Any]], inputs: Sequence[Any], namespaces: Sequence[Any]
+    session: Session,
+    fn: Callable[[list[Any]], Sequence[Any]],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    namespaces: Sequence[Any],
 ) -> Recording:
     recorder = _Recorder(session)
-    position_of: list[int | None] = []
     arguments: list[Any] = []
     for value in inputs:
-        tracked = isinstance(value, torch.Tensor) and value.device.type == session.arena.device.type
-        position_of.append(len(recorder.ranges) if tracked else None)
-        arguments.append(recorder.alias(value) if tracked else value)
+        ghostly = isinstance(value, torch.Tensor) and value.device == session.arena.device
+        arguments.append(recorder.alias(value, alignments[len(recorder.ranges)]) if ghostly else value)
     n_inputs = len(recorder.ranges)
     with contextlib.ExitStack() as stack:
         for namespace in namespaces:

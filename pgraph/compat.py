@@ -22,6 +22,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "assert_size_stride",
+    "boxed",
     "boxed_module",
     "compile_graph",
     "compile_model",
@@ -93,6 +94,20 @@ def boxed_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function that AOTAutograd takes for boxed (one list, which it empties).
+
+    A function and not the callable object itself: `torch._dynamo.disable`, which AOTAutograd wraps
+    around the backward, copies a function's attributes and drops an object's.
+    """
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 @contextlib.contextmanager
 def own_output_strides(n_outputs: int) -> Iterator[None]:
     """Compile several graphs for one: each would report its output strides as the whole's.
@@ -131,7 +146,7 @@ def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:
         elif isinstance(item, types.MethodType):
             queue += [item.__func__, item.__self__]
         elif isinstance(item, types.FunctionType):
-            if "async_compile" in item.__globals__ and "assert_size_stride" in item.__globals__:
+            if "extern_kernels" in item.__globals__ and "empty_strided_cuda" in item.__globals__:
                 found[id(item.__globals__)] = item.__globals__
                 continue
             queue += [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]

@@ -44,7 +44,7 @@ class PlanError(PgraphError, ValueError):
     """The lifetimes handed to the memory planner contradict each other."""
 
 
-class _Refused(PgraphError):
+class _Refused(PgraphError):  # noqa: N818 - a base, never raised itself
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
         self.reason = reason

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from pgraph import report
+from pgraph import stats
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
-from pgraph.drivers.base import ALIGNMENT, Driver
+from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, MatchError, PlanError
 from pgraph.launch import Launcher
 from pgraph.options import Options
@@ -115,8 +115,6 @@ class PartitionRunner:
         static: argument positions whose memory the caller keeps (parameters and buffers).
     """
 
-    _boxed_call = True
-
     def __init__(
         self,
         name: str,
@@ -129,7 +127,7 @@ class PartitionRunner:
         static: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
-        self.stats = report.PartitionStats(name)
+        self.stats = stats.PartitionStats(name)
         self._plain = plain
         self._driver = driver
         self._options = options
@@ -139,7 +137,7 @@ class PartitionRunner:
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._last: Variant | None = None
         self._lock = threading.RLock()
-        report.register(self)
+        stats.register(self)
 
     def __call__(self, args: list[Any]) -> Any:
         variant = self._last
@@ -203,17 +201,17 @@ class PartitionRunner:
         return threading.get_ident() in variant.threads or variant.runs >= self._options.warmup + 3
 
     def _variant(self, args: Sequence[Any]) -> Variant | None:
-        tensors, others = [], []
+        tensors, others, addresses = [], [], []
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor):
                 if value.device != self._driver.device:
                     continue  # CPU seeds of attention without dropout: never read
-                address = value.data_ptr()
-                alignment = min(address & -address, ALIGNMENT) if address else ALIGNMENT
-                tensors.append((position, tuple(value.size()), tuple(value.stride()), alignment))
+                tensors.append((position, tuple(value.size()), tuple(value.stride())))
+                addresses.append(value.data_ptr())
             elif isinstance(value, int | float | bool):
                 others.append((position, value))
-        key = (tuple(tensors), tuple(others))
+        aligned = _alignments(addresses, self._driver.alignment)
+        key = (tuple((*t, a) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = Variant(*key)
@@ -235,6 +233,7 @@ class PartitionRunner:
                 self._driver,
                 self._plain,
                 args,
+                [alignment for *_, alignment in variant.tensors],
                 namespaces=self._namespaces,
                 constants=self._constants,
                 kept_inputs=kept,
@@ -257,6 +256,20 @@ class PartitionRunner:
         log.warning("%s runs plainly: %s", self.name, reason)
 
 
+def _alignments(addresses: Sequence[int], usual: int) -> list[int]:
+    """The alignment to capture each address with, in bytes.
+
+    Few classes, so that addresses that wander (slices of one large buffer) do not ask for a capture
+    each: all as the allocator aligns, or all to 16 bytes (what vector loads and tensor maps need),
+    or each by itself.
+    """
+    lows = [(a & -a) if a else usual for a in addresses]
+    for common in (usual, 16):
+        if all(low >= common for low in lows):
+            return [common] * len(lows)
+    return [min(low, 16) for low in lows]
+
+
 class GraphRunner:
     """Runs the parts of a split graph in order over a list of values.
 
@@ -264,8 +277,6 @@ class GraphRunner:
         split: which values each part takes and makes.
         parts: the code of each part; takes one list and empties it.
     """
-
-    _boxed_call = True
 
     def __init__(self, split: SplitPlan, parts: Sequence[Boxed]) -> None:
         self._n_slots = split.n_slots

@@ -102,7 +102,9 @@ class Arena(abc.ABC):
         before = storage_offset * dtype.itemsize
         nbytes = before + extent(size, stride) * dtype.itemsize
         storage = torch._C._construct_storage_from_data_pointer(address - before, self.device, nbytes)
-        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
+        # Not an op of the program: whoever listens to dispatched ops must not hear of it.
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh ghost tensor, in place of `torch.empty_strided`."""
@@ -171,6 +173,8 @@ class Driver(abc.ABC):
 
     name: ClassVar[str]
     device: torch.device
+    alignment: ClassVar[int] = ALIGNMENT
+    """Bytes to which the device's allocator aligns everything, at most `ALIGNMENT`."""
 
     @abc.abstractmethod
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:

@@ -269,6 +269,7 @@ class HostDriver(Driver):
 
     name = "host"
     device = _CPU
+    alignment = 16
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
