@@ -92,7 +92,9 @@ def _compile_inductor(
     calls = _split(gm, driver, options)
     if not calls.calls:
         return whole()
-    static = frozenset(kwargs.get("static_input_idxs") or ()) if not kwargs.get("is_backward") else frozenset()
+    static = (
+        frozenset(kwargs.get("static_input_idxs") or ()) if not kwargs.get("is_backward") else frozenset()
+    )
     if len(calls.calls) == 1:
         compiled = whole()
         call = calls.calls[0]
@@ -190,11 +192,17 @@ def _runner(
 
 def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor]:
     """Tensors that the code holds: attributes of the module, constants that Inductor folded."""
-    held = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr" and "." not in n.target]
+    held = [
+        getattr(module, n.target, None)
+        for n in module.graph.nodes
+        if n.op == "get_attr" and "." not in n.target
+    ]
     held += list((getattr(compiled, "constants", None) or {}).values())
     return [t for t in held if isinstance(t, torch.Tensor)]
 
 
 def _name(kwargs: Mapping[str, Any]) -> str:
-    kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+    kind = (
+        "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+    )
     return f"{kind} {next(_numbers)}"

@@ -85,14 +85,18 @@ def build(
                 first,
                 second,
                 framework=driver.framework_ranges(),
-                constants=RangeMap([(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), 0) for t in constants]),
+                constants=RangeMap(
+                    [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), 0) for t in constants]
+                ),
             )
             template = _template(first, second, slots, kept_inputs, slack_bytes)
             built = Built(template, [], first.graph, driver, 0.0)
             try:
                 for chunk in template.plan.chunks:
                     built.execs.append(
-                        driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
+                        driver.instantiate(
+                            first.graph, template.nodes, chunk.first, chunk.last, template.slots
+                        )
                     )
             except BaseException:
                 built.graph = None

@@ -194,9 +194,7 @@ def _record(
     n_inputs = len(recorder.ranges)
     with contextlib.ExitStack() as stack:
         for namespace in namespaces:
-            stack.enter_context(
-                patched(namespace, session.patches(namespace, recorder.empty_strided))
-            )
+            stack.enter_context(patched(namespace, session.patches(namespace, recorder.empty_strided)))
         stack.enter_context(recorder)
         results = fn(arguments)
     arguments.clear()
@@ -206,7 +204,7 @@ def _record(
     ranges, moved = _merge(recorder.ranges, n_inputs)
     specs = tuple(_output_spec(r, recorder.ranges, moved, ranges, n_inputs, session.arena) for r in results)
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
-    return Recording(nodes, allocations, n_inputs, specs, (session.arena.low, session.arena.high), graph)
+    return Recording(nodes, allocations, n_inputs, specs, (session.arena.low, session.arena.position), graph)
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:
@@ -251,7 +249,11 @@ def _output_spec(
             layout = TensorSpec(
                 tuple(value.size()), tuple(value.stride()), value.dtype, value.data_ptr() - base
             )
-            return OutputSpec(input=region, layout=layout) if i < n_inputs else OutputSpec(region=region, layout=layout)
+            return (
+                OutputSpec(input=region, layout=layout)
+                if i < n_inputs
+                else OutputSpec(region=region, layout=layout)
+            )
     if arena.holds(value.data_ptr()):
         raise CaptureError(
             Reason(

@@ -2,20 +2,24 @@
 
 Pure logic: bytes and ranges in, slots out; no torch, no CUDA.
 
-Both captures ran the same code, on ghost memory at different addresses. So, for each aligned
+Both captures ran the same code, on ghost memory at different addresses. A word that is a pointer to
+ghost memory is one in both captures, each time into that capture's own ghosts. So, for each aligned
 8-byte word of each node's parameters:
 
-==========================================  ======================================================
-the two values                              what it is
-==========================================  ======================================================
-equal, and no address of a ghost            a constant: never rewritten
-equal, in memory of the framework           a pointer to something that is not an argument: refuse
-differ, same region and same delta in both  a slot
-differ, both in regions dead by then        left-over bytes in padding: harmless, ignored
-differ, one of them anywhere in ghost VA    ambiguous: refuse
-differ, one of them in device memory        ambiguous: refuse
-differ, neither                             uninitialised padding: harmless, ignored
-==========================================  ======================================================
+============================================  ====================================================
+the two values                                what it is
+============================================  ====================================================
+equal, in memory of the framework             a pointer to something that is no argument: refuse
+equal, anything else                          a constant: never rewritten
+each in its own ghosts, same region + delta   a slot
+the same, but that region is dead by then     left-over bytes in padding: ignored
+each in its own ghosts, otherwise             ambiguous: refuse
+one of them in memory of the framework        ambiguous: refuse
+anything else that differs                    uninitialised padding (common): ignored
+============================================  ====================================================
+
+Left-over addresses are common: libraries fill large parameter structs on the stack and leave the
+padding as it was. They are told from pointers by moving differently, or not at all.
 
 Cost: O(words * log(regions)).
 """
@@ -94,7 +98,8 @@ def _same_structure(a: Recording, b: Recording) -> None:
     for i, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=True)):
         if x.kind != y.kind or x.header != y.header or len(x.params) != len(y.params):
             raise _refuse(
-                "nodes-differ", f"node {i} is {x.kind} {x.name} in one capture and {y.kind} {y.name} in another"
+                "nodes-differ",
+                f"node {i} is {x.kind} {x.name} in one capture and {y.kind} {y.name} in another",
             )
     sizes_a = [(r.nbytes, r.birth) for r in a.allocations]
     sizes_b = [(r.nbytes, r.birth) for r in b.allocations]
@@ -132,47 +137,44 @@ class _Matcher:
         return slots
 
     def _constant(self, value: int, where: str) -> None:
-        if self._ghost(value):
-            raise _refuse("ambiguous-word", f"{where} holds a ghost address that did not move")
         if self._framework is None or self._framework.find(value) is None:
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return
-        raise _refuse("hidden-pointer", f"{where} points to device memory that is not an argument")
+        raise _refuse(
+            "hidden-pointer", f"{where} points to device memory that is not an argument ({value:#x})"
+        )
 
     def _moving(self, index: int, offset: int, va: int, vb: int, where: str) -> Slot | None:
-        in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
-        if in_a is not None and in_a == in_b:
-            region, delta = in_a
+        if _within(va, self._a.ghost_range) and _within(vb, self._b.ghost_range):
+            in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
             # Program order decides what is alive; a word that names a region already dead (or not
             # yet born) in both captures is left-over padding and must not be given an address.
-            if self._dead(self._a, region, index) and self._dead(self._b, region, index):
+            if self._dead(self._a, in_a, index) and self._dead(self._b, in_b, index):
                 return None
-            return Slot(index, offset, region, delta)
-        if in_a is not None and in_b is not None:
-            if self._dead(self._a, in_a[0], index) and self._dead(self._b, in_b[0], index):
-                return None
+            if in_a is None or in_a != in_b:
+                what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
+                raise _refuse(
+                    "ambiguous-word", f"{where} is {what[0]} in one capture and {what[1]} in another"
+                )
+            return Slot(index, offset, *in_a)
+        if self._framework is not None and (self._framework.find(va) or self._framework.find(vb)):
             raise _refuse(
                 "ambiguous-word",
-                f"{where} is region {in_a[0]}+{in_a[1]} in one capture and {in_b[0]}+{in_b[1]} in another",
+                f"{where} points to device memory and moved between captures ({va:#x}, {vb:#x})",
             )
-        if self._ghost(va) or self._ghost(vb):
-            if in_a is not None and self._dead(self._a, in_a[0], index) and not self._ghost(vb):
-                return None
-            if in_b is not None and self._dead(self._b, in_b[0], index) and not self._ghost(va):
-                return None
-            raise _refuse("ambiguous-word", f"{where} is a ghost address in one capture only")
-        if self._framework is not None and (self._framework.find(va) or self._framework.find(vb)):
-            raise _refuse("ambiguous-word", f"{where} points to device memory and moved between captures")
         return None
 
-    def _ghost(self, value: int) -> bool:
-        return any(r.ghost_range[0] <= value < r.ghost_range[1] for r in (self._a, self._b))
-
     @staticmethod
-    def _dead(recording: Recording, region: int, node: int) -> bool:
-        allocation = recording.allocations[region]
+    def _dead(recording: Recording, hit: tuple[int, int] | None, node: int) -> bool:
+        if hit is None:
+            return False
+        allocation = recording.allocations[hit[0]]
         return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
+
+
+def _within(value: int, ghosts: tuple[int, int]) -> bool:
+    return ghosts[0] <= value < ghosts[1]
 
 
 def _region_map(allocations: Sequence[Allocation]) -> RangeMap:

@@ -80,8 +80,12 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
             raise OptionError(f"pgraph option {name!r} is {value!r}; it must be one of {allowed}{meant}")
     elif hint is int:
         if type(value) is not int:
-            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be an int, not {type(value).__name__}")
+            raise OptionError(
+                f"pgraph option {name!r} is {value!r}; it must be an int, not {type(value).__name__}"
+            )
         if value < _AT_LEAST[name]:
             raise OptionError(f"pgraph option {name!r} is {value}; it must be at least {_AT_LEAST[name]}")
     elif not isinstance(value, Mapping):
-        raise OptionError(f"pgraph option {name!r} is {value!r}; it must be a dict, not {type(value).__name__}")
+        raise OptionError(
+            f"pgraph option {name!r} is {value!r}; it must be a dict, not {type(value).__name__}"
+        )

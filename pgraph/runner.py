@@ -183,7 +183,9 @@ class PartitionRunner:
         if self.stats.reason is not None or self._driver.is_capturing():
             return None
         with self._lock:
-            variant = next((v for v in reversed(self._variants.values()) if v.launcher and v.fits(args)), None)
+            variant = next(
+                (v for v in reversed(self._variants.values()) if v.launcher and v.fits(args)), None
+            )
             if variant is None:
                 variant = self._variant(args)
             if variant is None:
@@ -244,7 +246,11 @@ class PartitionRunner:
         except (DriverError, PlanError, torch.OutOfMemoryError) as e:
             self._refuse(
                 variant,
-                Reason("driver-failed", f"the capture stopped: {e}", "nothing is lost: the partition runs plainly"),
+                Reason(
+                    "driver-failed",
+                    f"the capture stopped: {e}",
+                    "nothing is lost: the partition runs plainly",
+                ),
             )
         else:
             variant.built, variant.launcher = built, Launcher(built)
@@ -283,7 +289,8 @@ class GraphRunner:
         self._input_slots = split.input_slots
         self._outputs = split.output_slots
         self._calls = [
-            (part, call.inputs, call.outputs, call.last_use) for part, call in zip(parts, split.calls, strict=True)
+            (part, call.inputs, call.outputs, call.last_use)
+            for part, call in zip(parts, split.calls, strict=True)
         ]
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ class Recording:
         allocations: inputs first, then by birth.
         n_inputs: number of tensor inputs.
         outputs: one per result, regions numbered as `allocations`.
-        ghost_range: [lo, hi) of every ghost address of this capture.
+        ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
     """
 

@@ -92,7 +92,12 @@ class Arena(abc.ABC):
         return self.low <= address < self.high
 
     def tensor(
-        self, address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+        self,
+        address: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        storage_offset: int = 0,
     ) -> torch.Tensor:
         """A tensor whose `data_ptr()` is `address`; nothing owns the memory.
 
@@ -126,7 +131,9 @@ class Session(abc.ABC):
         """Record one dispatched op; results lie in the arena."""
 
     @abc.abstractmethod
-    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
         """Names of a generated module to replace while it is captured (allocators, host kernels)."""
 
     @abc.abstractmethod

@@ -59,7 +59,11 @@ class CudaSession(Session):
         self._pools = pools
         self._hidden: list[HiddenAllocation] = []
         self._ended = False
-        _check(cu.cuStreamBeginCapture(stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+        _check(
+            cu.cuStreamBeginCapture(
+                stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            )
+        )
         self._graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
 
     def node_count(self) -> int:
@@ -72,7 +76,9 @@ class CudaSession(Session):
         self._pools.refresh()
         return op(*args, **kwargs)
 
-    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
         return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
 
     def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
@@ -204,9 +210,7 @@ class CudaDriver(Driver):
         if self._stream is None:
             with torch.cuda.device(self.device):
                 torch.cuda.current_stream()  # makes sure that the primary context is current
-                self._raw_stream = _check(
-                    cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
-                )[0]
+                self._raw_stream = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))[0]
                 self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
         return self._stream
 

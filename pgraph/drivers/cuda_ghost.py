@@ -25,6 +25,9 @@ __all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace"]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
+# Where the ranges should lie: high enough that two small 32-bit numbers side by side, which kernels'
+# parameters are full of, do not look like an address in them.
+_HINT = (0x5A00_0000_0000, 0x5B00_0000_0000)
 _GUARD = 256 << 10
 _SEGMENT = 2 << 20  # alignment of the caching allocator's segments
 
@@ -67,7 +70,7 @@ class CudaArena(Arena):
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._chunk, self._handle = _physical(prop)
         try:
-            (base,) = check(cu.cuMemAddressReserve(_RESERVE, 0, 0, 0))
+            (base,) = check(cu.cuMemAddressReserve(_RESERVE, 0, _HINT[layout], 0))
         except DriverError:
             check(cu.cuMemRelease(self._handle))
             raise

@@ -233,7 +233,13 @@ class CudaExec(Exec):
     """An instantiated range of a captured graph, with its own parameter memory."""
 
     def __init__(
-        self, graph: Any, chain: Sequence[Any], nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+        self,
+        graph: Any,
+        chain: Sequence[Any],
+        nodes: Sequence[NodeRecord],
+        first: int,
+        last: int,
+        slots: Sequence[Slot],
     ) -> None:
         self._lock = threading.Lock()
         self._clone = None
@@ -254,7 +260,9 @@ class CudaExec(Exec):
                 check(cu.cuGraphDestroyNode(twin))
         return self._clone, twins[first:last]
 
-    def _layout(self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
+    def _layout(
+        self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
+    ) -> None:
         starts, total = [], 0
         for node in nodes:
             starts.append(total)

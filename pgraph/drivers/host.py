@@ -43,7 +43,14 @@ _RESERVE = 1 << 42
 _GUARD = 1 << 16
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_size_t,
+]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_NORESERVE = 0x4000
 
@@ -60,7 +67,9 @@ class HostArena(Arena):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         address = _LIBC.mmap(None, _RESERVE, 0, flags, -1, 0)
         if address in (None, ctypes.c_void_p(-1).value):
-            raise DriverError(f"could not reserve {_RESERVE} bytes of address space: {os.strerror(ctypes.get_errno())}")
+            raise DriverError(
+                f"could not reserve {_RESERVE} bytes of address space: {os.strerror(ctypes.get_errno())}"
+            )
         self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
         self._position = self.low
         self._jitter = 4096 * (1 + 2 * layout)
@@ -79,7 +88,9 @@ class HostArena(Arena):
         start = -(-start // 4096) * 4096 + phase % ALIGNMENT
         end = start + nbytes + self.guard
         if end > self.high:
-            raise DriverError(f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes")
+            raise DriverError(
+                f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes"
+            )
         self._position = end
         self._count += 1
         return start
@@ -116,7 +127,9 @@ class HostSession(Session):
         fault.active().step("end")
         return HostGraph(), tuple(self._nodes)
 
-    def patches(self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in namespace.items():
             if name in ("empty_strided_cpu", "empty_strided"):

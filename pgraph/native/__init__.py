@@ -66,7 +66,10 @@ def _build() -> pathlib.Path:
 
 def _cache_dir() -> pathlib.Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for candidate in (pathlib.Path(root) / "pgraph", pathlib.Path(tempfile.gettempdir()) / f"pgraph-{os.getuid()}"):
+    for candidate in (
+        pathlib.Path(root) / "pgraph",
+        pathlib.Path(tempfile.gettempdir()) / f"pgraph-{os.getuid()}",
+    ):
         try:
             candidate.mkdir(parents=True, exist_ok=True, mode=0o700)
             if os.access(candidate, os.W_OK) and candidate.stat().st_uid == os.getuid():
