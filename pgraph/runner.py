@@ -53,7 +53,8 @@ class Variant:
     """One set of layouts and alignments, and what has become of it.
 
     Args:
-        tensors: per device tensor: (position among the arguments, size, stride, alignment needed).
+        tensors: per device tensor: (position among the arguments, size, stride, address bits that must
+            be 0: the alignment needed less 1).
         others: (position, value) of the integers that the code was specialized for.
     """
 
@@ -73,8 +74,8 @@ class Variant:
             return State.READY
         return State.WARM if self.runs else State.COLD
 
-    def fits(self, args: Sequence[Any]) -> bool:
-        """True if a launch of this variant is right for these arguments.
+    def addresses(self, args: Sequence[Any]) -> list[int] | None:
+        """Addresses of the device tensors if a launch of this variant is right for `args`, else None.
 
         Note [Alignment is part of the contract]
         Kernels were chosen for the alignment of the captured addresses; a less aligned address
@@ -82,16 +83,19 @@ class Variant:
         """
         for position, value in self.others:
             if args[position] != value:
-                return False
+                return None
+        found = []
         try:
-            for position, size, stride, alignment in self.tensors:
+            for position, size, stride, mask in self.tensors:
                 tensor = args[position]
-                if tensor.data_ptr() % alignment:
-                    return False
+                address = tensor.data_ptr()
+                if address & mask:
+                    return None
                 assert_size_stride(tensor, size, stride)
+                found.append(address)
         except AssertionError:
-            return False
-        return True
+            return None
+        return found
 
     def close(self) -> None:
         """Free the execs; the variant is cold again."""
@@ -141,16 +145,17 @@ class PartitionRunner:
 
     def __call__(self, args: list[Any]) -> Any:
         variant = self._last
-        if variant is None or variant.launcher is None or not variant.fits(args):
+        launcher = variant.launcher if variant is not None else None
+        addresses = variant.addresses(args) if launcher is not None and variant is not None else None
+        if addresses is None:
             variant = self._choose(args)
-            if variant is None or variant.launcher is None:
-                return self._run_plainly(args, variant)
-        if self._driver.is_capturing():
-            return self._run_plainly(args, None)
-        launcher = variant.launcher
-        inputs = [args[position] for position, *_ in variant.tensors]
+            launcher = variant.launcher if variant is not None else None
+            addresses = variant.addresses(args) if launcher is not None and variant is not None else None
+        if launcher is None or addresses is None or self._driver.is_capturing():
+            return self._run_plainly(args, variant)
+        inputs = [args[position] for position in launcher.positions]
         args.clear()
-        results, rewritten = launcher(inputs)
+        results, rewritten = launcher(inputs, addresses)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -184,7 +189,12 @@ class PartitionRunner:
             return None
         with self._lock:
             variant = next(
-                (v for v in reversed(self._variants.values()) if v.launcher and v.fits(args)), None
+                (
+                    v
+                    for v in reversed(self._variants.values())
+                    if v.launcher and v.addresses(args) is not None
+                ),
+                None,
             )
             if variant is None:
                 variant = self._variant(args)
@@ -213,7 +223,7 @@ class PartitionRunner:
             elif isinstance(value, int | float | bool):
                 others.append((position, value))
         aligned = _alignments(addresses, self._driver.alignment)
-        key = (tuple((*t, a) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
+        key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = Variant(*key)
@@ -235,7 +245,7 @@ class PartitionRunner:
                 self._driver,
                 self._plain,
                 args,
-                [alignment for *_, alignment in variant.tensors],
+                [mask + 1 for *_, mask in variant.tensors],
                 namespaces=self._namespaces,
                 constants=self._constants,
                 kept_inputs=kept,
@@ -253,7 +263,8 @@ class PartitionRunner:
                 ),
             )
         else:
-            variant.built, variant.launcher = built, Launcher(built)
+            variant.built = built
+            variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             self.stats.captured(built)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:

@@ -156,11 +156,11 @@ class Exec(abc.ABC):
     """Device memory the driver holds for it, in bytes."""
 
     @abc.abstractmethod
-    def launch(self, bases: Any, stream: int) -> int:
+    def launch(self, bases: list[int], stream: int) -> int:
         """Write today's addresses into the nodes that changed, then launch.
 
         Args:
-            bases: one address per region (`Driver.bases`).
+            bases: one address per region.
             stream: raw handle of the stream to launch on.
 
         Returns:
@@ -220,10 +220,6 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def is_capturing(self) -> bool:
         """True inside somebody else's capture on the current stream."""
-
-    @abc.abstractmethod
-    def bases(self, n: int) -> Any:
-        """A mutable array of `n` unsigned 64-bit addresses."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -196,9 +196,6 @@ class CudaDriver(Driver):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def bases(self, n: int) -> Any:
-        return (ctypes.c_uint64 * n)()
-
     def close(self) -> None:
         if self._raw_stream is not None:
             torch.cuda.synchronize(self.device)

@@ -9,6 +9,7 @@ point into them; rebinding writes words there and hands the structs to the drive
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import threading
@@ -211,6 +212,20 @@ class _SlotEntry(ctypes.Structure):
     _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
 
 
+class _ExecEntry(ctypes.Structure):
+    """`pg_exec` of the native helper."""
+
+    _fields_ = [
+        ("calls", ctypes.c_void_p),
+        ("exec", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("n_nodes", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+    ]
+
+
 @functools.cache
 def _calls() -> Any:
     """`pg_calls`: the driver functions that a launch needs."""
@@ -251,6 +266,18 @@ class CudaExec(Exec):
         self.nbytes = max(0, before - torch.cuda.mem_get_info()[0])
         (self._ctx,) = check(cu.cuCtxGetCurrent())
         self._layout(handles, nodes[first:last], slots, first)
+        library = native.load()
+        self._native = library.pg_launch if library is not None else None
+        self._struct_entry = _ExecEntry(
+            calls=ctypes.addressof(_calls()[1]),
+            exec=int(self._exec),
+            ctx=int(self._ctx),
+            nodes=ctypes.addressof(self._entries),
+            n_nodes=len(self._entries),
+            slots=ctypes.addressof(self._slots),
+            words=ctypes.addressof(self._words),
+        )
+        self._entry = ctypes.addressof(self._struct_entry)
 
     def _cut(self, graph: Any, chain: Sequence[Any], first: int, last: int) -> tuple[Any, list[Any]]:
         (self._clone,) = check(cu.cuGraphClone(graph))
@@ -300,29 +327,17 @@ class CudaExec(Exec):
         self._keep.append(struct)
         return ctypes.addressof(struct)
 
-    def launch(self, bases: Any, stream: int) -> int:
-        library = native.load()
+    def launch(self, bases: list[int], stream: int) -> int:
+        addresses = array.array("Q", bases)
         with self._lock:
-            if library is None:
-                return self._launch_in_python(bases, stream)
-            rewritten = ctypes.c_int64(0)
-            code = library.pg_launch(
-                _calls()[1],
-                int(self._exec),
-                int(self._ctx),
-                stream,
-                self._entries,
-                len(self._entries),
-                self._slots,
-                self._words,
-                bases,
-                ctypes.byref(rewritten),
-            )
-        if code:
-            check((cu.CUresult(code),))
-        return rewritten.value
+            if self._native is None:
+                return self._launch_in_python(addresses, stream)
+            code = self._native(self._entry, stream, addresses.buffer_info()[0])
+        if code < 0:
+            check((cu.CUresult(-code),))
+        return code
 
-    def _launch_in_python(self, bases: Any, stream: int) -> int:
+    def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
         (kernel, copy, fill, launch), _ = _calls()
         handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
         for entry in self._entries:

@@ -254,7 +254,7 @@ class HostExec(Exec):
         self._lock = threading.Lock()
         self.nbytes = sum(len(p) for p in self._params)
 
-    def launch(self, bases: Any, stream: int) -> int:
+    def launch(self, bases: list[int], stream: int) -> int:
         with self._lock:
             rewritten = 0
             for params, slots in zip(self._params, self._slots, strict=True):
@@ -323,9 +323,6 @@ class HostDriver(Driver):
 
     def is_capturing(self) -> bool:
         return False
-
-    def bases(self, n: int) -> Any:
-        return (ctypes.c_uint64 * n)()
 
     def close(self) -> None:
         return None
