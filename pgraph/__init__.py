@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pgraph.backend import reset as reset
     from pgraph.options import list_options as list_options
-    from pgraph.stats import report as report
     from pgraph.safety import mark_unsafe as mark_unsafe
+    from pgraph.stats import report as report
 
 __all__ = ["list_options", "mark_unsafe", "report", "reset"]
 __version__ = "0.1.0"

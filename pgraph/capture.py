@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
         address = self._session.arena.take(nbytes, alignment % ALIGNMENT)
         ghost = self._session.arena.tensor(
-            address, tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset()
+            address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
         self._watch(ghost, address, nbytes, birth=0)
         return ghost

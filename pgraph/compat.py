@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.utils import detect_fake_mode
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import BoxedBool
@@ -36,7 +35,8 @@ __all__ = [
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
 """(tensor, size, stride): AssertionError if they differ; 2.11, 2.13."""
 
-reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor
+# Not in the stub of the module.
+reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
 
 fake_mode_of = detect_fake_mode
@@ -58,7 +58,9 @@ def compile_model(
     """
     patches = {**settings, **_INNER_CONFIG}
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+        # Code and weights as one object are for ahead-of-time compilation only: here it is a function.
+        compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+        return compiled
 
 
 def compile_graph(

@@ -188,7 +188,7 @@ class CudaDriver(Driver):
         return RangeMap([(s["address"], s["total_size"], 0) for s in mine])
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)
+        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
 
     def current_stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device.index)

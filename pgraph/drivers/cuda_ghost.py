@@ -166,11 +166,12 @@ def _allocator() -> Any:
     allocate, but generated code does not; so the callbacks are only the second choice.
     """
     library = native.load()
+    functions: tuple[Any, Any]
     if library is not None:
         functions = (library.pg_ghost_alloc, library.pg_ghost_free)
     else:
         functions = (_ALLOC(_python_alloc), _FREE(_python_free))
-    addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in functions]
+    addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions]
     allocator = torch._C._cuda_customAllocator(*addresses)
     _KEEP.extend([*functions, allocator])
     return allocator

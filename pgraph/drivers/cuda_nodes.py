@@ -148,7 +148,7 @@ def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
     function = cu.CUfunction(handle)
     error, name = cu.cuFuncGetName(function)
     text = name.decode() if error == cu.CUresult.CUDA_SUCCESS and name else "kernel"
-    layout = []
+    layout: list[tuple[int, int]] = []
     while True:
         error, offset, size = cu.cuFuncGetParamInfo(function, len(layout))
         if error != cu.CUresult.CUDA_SUCCESS:
@@ -303,7 +303,7 @@ class CudaExec(Exec):
         at = 0
         for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
             ctypes.memmove(base + start, node.params, len(node.params))
-            mine = [s for s in slots[at : _end(slots, at, first + i)]]
+            mine = slots[at : _end(slots, at, first + i)]
             for k, s in enumerate(mine):
                 self._slots[at + k] = _SlotEntry((start + s.offset) // 8, s.region, s.delta)
             struct = self._struct(node, base + start)
@@ -321,9 +321,9 @@ class CudaExec(Exec):
             self._keep += [table]
         else:
             size = ctypes.c_size_t(len(node.params))
-            table = (ctypes.c_uint64 * 5)(1, address, 2, ctypes.addressof(size), 0)
-            struct.extra = ctypes.addressof(table)
-            self._keep += [size, table]
+            extra = (ctypes.c_uint64 * 5)(1, address, 2, ctypes.addressof(size), 0)
+            struct.extra = ctypes.addressof(extra)
+            self._keep += [size, extra]
         self._keep.append(struct)
         return ctypes.addressof(struct)
 
