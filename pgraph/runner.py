@@ -198,6 +198,8 @@ class PartitionRunner:
             )
             if variant is None:
                 variant = self._variant(args)
+            else:
+                self._variants.move_to_end((variant.tensors, variant.others))
             if variant is None:
                 return None
             if variant.state is State.WARM and self._due(variant):
