@@ -248,7 +248,7 @@ def _output_spec(
             region = moved[i]
             base = regions[region].address
             # Not `data_ptr()`, which is 0 for an empty tensor.
-            start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
+            start = int(value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size())
             layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, start - base)
             return (
                 OutputSpec(input=region, layout=layout)

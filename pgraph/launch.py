@@ -32,7 +32,7 @@ class Launcher:
     """Launches a built partition. Safe to call from several threads.
 
     Args:
-        built: template and execs; stays the owner of the execs.
+        built: template and execs.
         positions: where the template's inputs stand among the partition's arguments.
     """
 
@@ -66,6 +66,13 @@ class Launcher:
         Returns:
             The results, and the number of nodes rewritten.
         """
+        guard = self._driver.on_device()
+        if guard is not None:
+            with guard:
+                return self._launch(inputs, addresses)
+        return self._launch(inputs, addresses)
+
+    def _launch(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
         stream = self._driver.current_stream()
         empty = self._empty
         bases = addresses + self._rest
@@ -73,11 +80,10 @@ class Launcher:
         rewritten = 0
         for allocate, launch, free, release in self._steps:
             for block, size, stride, dtype, region, others in allocate:
-                blocks[block] = tensor = empty(size, stride, dtype)
-                bases[region] = address = tensor.data_ptr()
+                blocks[block] = empty(size, stride, dtype)
+                bases[region] = address = blocks[block].data_ptr()
                 for other, offset in others:
                     bases[other] = address + offset
-            tensor = None
             if launch is not None:
                 rewritten += launch(bases, stream)
             for block in free:

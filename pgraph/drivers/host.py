@@ -273,9 +273,6 @@ class HostExec(Exec):
                     _run(node, params)
             return rewritten
 
-    def close(self) -> None:
-        self._nodes, self._params, self._slots = (), [], []
-
 
 class HostDriver(Driver):
     """The CPU as a device with graphs."""
@@ -308,15 +305,15 @@ class HostDriver(Driver):
     ) -> Exec:
         return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first)
 
-    def release_graph(self, graph: Any) -> None:
-        return None
-
     def framework_ranges(self) -> RangeMap | None:
         ranges = fault.active().framework
         return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
+
+    def on_device(self) -> None:
+        return None
 
     def current_stream(self) -> int:
         return 0
