@@ -26,11 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No compiled code, capture or counter of one test is left for the next."""
+    import gpu_helpers
+
     import pgraph
 
     deterministic = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)
+    gpu_helpers.forget_older()
     yield
     torch.backends.cudnn.deterministic = deterministic
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,27 +50,50 @@ def index(*size: int, high: int) -> Tensor:
 # -- what pgraph did ------------------------------------------------------------------------------
 
 
+_older: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_older() -> None:
+    """What is alive now belongs to earlier tests (a failed one's traceback may hold on to it)."""
+    _older.update(stats.live_partitions())
+
+
+def partitions() -> list[Any]:
+    """The safe partitions that this test has made."""
+    return [p for p in stats.live_partitions() if p not in _older]
+
+
+def report() -> stats.Report:
+    """`pgraph.report()`, of this test only."""
+    return stats.Report(tuple(p.stats for p in partitions()), pgraph.report().outside)
+
+
+def built() -> list[Any]:
+    """Everything captured so far: templates with their execs."""
+    return [v.built for p in partitions() for v in p.variants() if v.built is not None]
+
+
 def templates() -> list[Any]:
     """Templates of all partitions captured so far."""
-    return [v.built.template for p in stats.live_partitions() for v in p.variants() if v.built is not None]
+    return [b.template for b in built()]
 
 
 def explain() -> str:
     """The report, for assertion messages."""
-    return f"\n{pgraph.report()}"
+    return f"\n{report()}"
 
 
 def assert_launched(at_least: int = 1) -> None:
     """Every safe partition was launched at least so often and none fell back."""
-    partitions = pgraph.report().partitions
-    assert partitions, f"pgraph saw nothing to capture{explain()}"
-    bad = [p.name for p in partitions if p.launches < at_least or p.reason is not None]
+    counters = report().partitions
+    assert counters, f"pgraph saw nothing to capture{explain()}"
+    bad = [p.name for p in counters if p.launches < at_least or p.reason is not None]
     assert not bad, f"not launched {at_least} times: {', '.join(bad)}{explain()}"
 
 
 def outside_codes() -> set[str]:
     """Codes of the reasons why parts run plainly."""
-    return {reason.code for _, reasons in pgraph.report().outside for reason in reasons}
+    return {reason.code for _, reasons in report().outside for reason in reasons}
 
 
 # -- comparing ------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pgraph
 import pytest
 import torch
 from gpu_helpers import (
@@ -15,8 +12,10 @@ from gpu_helpers import (
     compile_pgraph,
     explain,
     randn,
+    report,
     same_bits,
     templates,
+    whole,
 )
 from torch import Tensor
 
@@ -111,43 +110,48 @@ def test_inputs_in_one_storage_then_in_two_and_back(first: str) -> None:
     assert_launched(4)
 
 
-def test_overlapping_inputs_that_are_mutated() -> None:
+@pytest.mark.parametrize("shift", [0, 4, 256, 512])
+def test_overlapping_inputs_that_are_mutated(shift: int) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         x.add_(1)
         return (y * 2).sin() + x
 
     compiled = compile_pgraph(fn, codegen="aten")
-    for i, shift in enumerate(itertools.islice(itertools.cycle((0, 256, 512)), 12)):
+    for i in range(6):
         base = randn(2048)
         mine = base.clone()
         expected = fn(base[:1024], base[shift : shift + 1024])
         got = compiled(mine[:1024], mine[shift : shift + 1024])
-        assert same_bits(got, expected), f"call {i}, shift {shift}{explain()}"
-        assert same_bits(mine, base), f"call {i}, shift {shift}: the storage differs{explain()}"
+        assert same_bits(got, expected), f"call {i}{explain()}"
+        assert same_bits(mine, base), f"call {i}: the storage differs{explain()}"
+    assert_launched(4)
 
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 @pytest.mark.parametrize("offset", [2, 8, 16])
 def test_misaligned_inputs_get_a_capture_of_their_own(codegen: str, offset: int) -> None:
-    """Captured aligned, then called with slices that begin `offset` bytes later, and mixed (hazard 10)."""
+    """Captured aligned, then called with slices that begin `offset` bytes later, and mixed (hazard 10).
+
+    Whole numbers: another product kernel, chosen for another alignment, gives the same sums.
+    """
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return (x * 2 + 1) @ w + x.sum()
 
     compiled = compile_pgraph(fn, codegen=codegen)
     reference = torch.compile(fn, dynamic=False) if codegen == "inductor" else fn
-    w, shaker = randn(64, 64, dtype=torch.bfloat16), Shaker()
+    w, shaker = whole(64, 64, dtype=torch.bfloat16), Shaker()
     captures = []
     for shift in (0, offset, 0, offset):
         for i in range(4):
             skip = shift // 2
-            base = randn(64 * 64 + skip, dtype=torch.bfloat16)
+            base = whole(64 * 64 + skip, dtype=torch.bfloat16)
             x = base[skip:].view(64, 64)
             assert x.data_ptr() % 32 == shift % 32
             got, expected = compiled(x, w), reference(x, w)
             assert same_bits(got, expected), f"offset {shift}, call {i}{explain()}"
             shaker.shake()
-        captures.append(pgraph.report().captures)
+        captures.append(report().captures)
     assert_launched(8)
     assert captures[1] == captures[0] + 1, f"no capture for the other alignment: {captures}{explain()}"
     assert captures[3] == captures[1], f"captured again: {captures}{explain()}"
@@ -160,7 +164,7 @@ def test_wandering_slices_share_one_capture() -> None:
     for i in range(40):
         x = base[4 * i : 4 * i + 4096]
         assert same_bits(compiled(x), (x * 2).sin() + 1), f"slice {i}{explain()}"
-    assert pgraph.report().captures <= 2, explain()
+    assert report().captures <= 2, explain()
     assert_launched(30)
 
 
