@@ -91,14 +91,17 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"gpu-tests-{slug}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    slowest = sorted(tests, key=lambda t: -t.get("seconds", 0))[:10]
-    print(
-        "slowest:", ", ".join(f"{t['nodeid'].split('::')[-1]} {t.get('seconds', 0):.1f} s" for t in slowest)
+    lines = ["slowest:"]
+    lines += [
+        f"  {t['seconds']:6.1f} s  {t['nodeid']}"
+        for t in sorted(tests, key=lambda t: -t.get("seconds", 0.0))[:10]
+        if "seconds" in t
+    ]
+    lines += [f"\nFAILED {t['nodeid']}\n{t['text'][:800]}" for t in tests if t["outcome"] == "failed"]
+    lines.append(
+        f"\n{path}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
     )
-    for t in tests:
-        if t["outcome"] == "failed":
-            print(f"\nFAILED {t['nodeid']}\n{t['text'][:800]}")
-    print(f"\n{path}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    sys.stdout.write("\n".join(lines) + "\n")
     return status
 
 

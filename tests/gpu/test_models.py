@@ -28,6 +28,8 @@ from gpu_helpers import (
 from llama import Block, LlamaConfig, rope_table
 from torch import Tensor, nn
 
+from pgraph.backend import backend
+
 pytestmark = pytest.mark.gpu
 
 
@@ -80,8 +82,6 @@ def test_one_capture_serves_four_llama_layers() -> None:
     stacks = [stack() for _ in range(3)]
     for block in [*stacks[0], *stacks[1]]:
         block.compile(dynamic=False)
-    from pgraph.backend import backend
-
     for block in stacks[2]:
         block.compile(backend=backend, dynamic=False)
     shaker = Shaker()
