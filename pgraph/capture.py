@@ -108,6 +108,10 @@ class _Recorder(TorchDispatchMode):
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
+        if storage.nbytes() == 0 and tensor.device == self._session.arena.device:
+            if all(r.owner is None or r.owner.cdata != StorageWeakRef(storage).cdata for r in self._alive):
+                self._watch(tensor, self._session.arena.take(0), 0, birth)  # allocators give no address
+            return
         if address in self._known or not self._session.arena.holds(address):
             return
         cdata = StorageWeakRef(storage).cdata
@@ -267,15 +271,18 @@ def _output_spec(
     for i, r in enumerate(ranges):
         if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
             region = moved[i]
-            base = regions[region].address
-            # Not `data_ptr()`, which is 0 for an empty tensor.
-            start = int(value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size())
-            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, start - base)
-            return (
-                OutputSpec(input=region, layout=layout)
-                if i < n_inputs
-                else OutputSpec(region=region, layout=layout)
-            )
+            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, 0)
+            if r.nbytes:
+                # Not `data_ptr()`, which is 0 for an empty tensor.
+                start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
+                layout = dataclasses.replace(layout, offset=int(start) - regions[region].address)
+            if i < n_inputs:
+                return OutputSpec(input=region, layout=layout)
+            return OutputSpec(region=region, layout=layout)
+    if value.device != arena.device and value.device.type == "cpu":
+        # Attention without dropout hands out host seeds that its backward takes and never reads; the
+        # safety rules let no other host tensor into a captured partition.
+        return OutputSpec(constant=value, unread=True)
     if arena.holds(value.data_ptr()):
         raise CaptureError(
             Reason(

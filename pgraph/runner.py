@@ -26,7 +26,7 @@ from pgraph import stats
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, MatchError
+from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
 from pgraph.launch import Launcher
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
@@ -36,7 +36,7 @@ __all__ = ["GraphRunner", "PartitionRunner", "Variant"]
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # captures tried when the device itself refuses
+_ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -135,6 +135,7 @@ class PartitionRunner:
         self._static = static
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._last: Variant | None = None
+        self._refusals = 0
         self._lock = threading.RLock()
         stats.register(self)
 
@@ -148,9 +149,17 @@ class PartitionRunner:
             addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if launcher is None or addresses is None or self._driver.is_capturing():
             return self._run_plainly(args, variant)
-        inputs = [args[position] for position in launcher.positions]
-        args.clear()
-        results, rewritten = launcher(inputs, addresses)
+        inputs = []
+        for position in launcher.positions:
+            inputs.append(args[position])
+            args[position] = None
+        try:
+            results, rewritten = launcher(inputs, addresses)
+        except LaunchError as e:  # nothing has run, nothing was released
+            for position, tensor in zip(launcher.positions, inputs, strict=True):
+                args[position] = tensor
+            self._refuse(variant, _launch_failed(e))
+            return self._run_plainly(args, None)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -165,6 +174,7 @@ class PartitionRunner:
         with self._lock:
             self._variants.clear()
             self._last = None
+            self._refusals = 0
             self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
@@ -179,7 +189,7 @@ class PartitionRunner:
 
     def _choose(self, args: list[Any]) -> Variant | None:
         """The variant for these arguments, captured if it is due; None to run plainly."""
-        if self.stats.reason is not None or self._driver.is_capturing():
+        if self._driver.is_capturing():
             return None
         with self._lock:
             variant = next(
@@ -276,9 +286,12 @@ class PartitionRunner:
             log.info("%s could not be captured yet: %s", self.name, error)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
+        variant.built = variant.launcher = None
         variant.reason = reason
+        self._refusals += 1
+        if self.stats.reason is None:
+            log.warning("%s runs plainly: %s", self.name, reason)
         self.stats.reason = reason
-        log.warning("%s runs plainly: %s", self.name, reason)
 
 
 def _device_failed(error: Exception) -> Reason:
@@ -286,6 +299,14 @@ def _device_failed(error: Exception) -> Reason:
         "device-failed",
         f"the device refused {_ATTEMPTS} times while capturing: {error}",
         "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
+    )
+
+
+def _launch_failed(error: Exception) -> Reason:
+    return Reason(
+        "launch-failed",
+        f"a captured graph could not be launched: {error}",
+        'report it, with the log of TORCH_LOGS="+pgraph"; these shapes run plainly until pgraph.reset()',
     )
 
 

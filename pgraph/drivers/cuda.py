@@ -18,7 +18,9 @@ Note [cuBLAS workspace is a temporary]
 cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
 to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
 workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
-any stream, and not kept.
+any stream, and not kept. PyTorch can only drop the workspaces of all streams at once (CUDA graph trees
+do so too). Other streams take a new one at their next product, but a CUDA graph that the program
+captured by itself may hold the address of an old one; while such a graph is alive, nothing is captured.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -143,6 +146,7 @@ class CudaDriver(Driver):
     @contextlib.contextmanager
     def capture(self, arena: Arena) -> Iterator[Session]:
         assert isinstance(arena, CudaArena)
+        _refuse_foreign_graphs()
         stream = self._capture_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
@@ -196,10 +200,30 @@ class CudaDriver(Driver):
         return self._stream
 
 
+def _refuse_foreign_graphs() -> None:
+    """See Note [cuBLAS workspace is a temporary]. CUDA graph trees' own graphs do not count.
+
+    Raises:
+        CaptureError: the program holds CUDA graphs that it captured by itself.
+    """
+    things = gc.get_objects()
+    of_trees = {id(t.graph) for t in things if type(t).__name__ == "CUDAGraphNode" and hasattr(t, "graph")}
+    foreign = sum(isinstance(t, torch.cuda.CUDAGraph) and id(t) not in of_trees for t in things)
+    if foreign:
+        raise CaptureError(
+            Reason(
+                "foreign-graphs",
+                f"the program holds {foreign} CUDA graphs of its own, whose cuBLAS workspaces a capture would free",
+                "run the compiled model a few times before you capture your own graphs; or drop them and "
+                "call pgraph.reset()",
+            )
+        )
+
+
 def _clear_last_error() -> None:
     """Drop the error that a lost capture leaves in the CUDA runtime for the next checked launch."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcudart.so.13").cudaGetLastError()
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
 def _invalid(sentence: str) -> Reason:

@@ -366,6 +366,8 @@ class CudaExec(Exec):
                 else:
                     code = (copy if entry.kind == 1 else fill)(handle, entry.node, entry.params, ctx)
                 if code:
+                    for s in self._slots[entry.first : entry.last]:
+                        self._words[s.word] = 0xFFFFFFFFFFFFFFFF  # unset: to be set at the next launch
                     check((cu.CUresult(code),))
         check((cu.CUresult(launch(handle, stream)),))
         return rewritten

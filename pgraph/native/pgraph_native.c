@@ -69,8 +69,12 @@ int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
             rc = e->calls->copy(e->exec, n->node, n->params, e->ctx);
         else
             rc = e->calls->fill(e->exec, n->node, n->params, e->ctx);
-        if (rc)
+        if (rc) {
+            /* The node still has its old parameters: make sure that the next launch sets it. */
+            for (int64_t s = n->first; s < n->last; s++)
+                e->words[e->slots[s].word] = ~(uint64_t)0;
             return -rc;
+        }
     }
     int rc = e->calls->launch(e->exec, stream);
     return rc ? -rc : count;
