@@ -15,6 +15,7 @@ import torch
 
 from pgraph.build import Built
 from pgraph.compat import reinterpret
+from pgraph.errors import DriverError, LaunchError
 from pgraph.template import OutputSpec, TensorSpec
 
 __all__ = ["Launcher"]
@@ -75,6 +76,10 @@ class Launcher:
 
         Returns:
             The results, and the number of nodes rewritten.
+
+        Raises:
+            LaunchError: the driver failed before anything ran; `inputs` is as it was.
+            DriverError: the driver failed after a part had been launched.
         """
         driver = self._driver
         stream = driver.current_stream()
@@ -84,20 +89,26 @@ class Launcher:
             bases[i] = inputs[i].data_ptr()
         empty = driver.empty_strided
         rewritten = 0
-        results: list[Any] | None = None
-        for step in self._steps:
-            for a in step.allocate:
-                tensor = empty(a.size, a.stride, a.dtype)
-                blocks[a.block] = tensor
-                address = tensor.data_ptr()
-                for region, offset in a.tenants:
-                    bases[region] = address + offset
-            if step.exec is not None:
-                rewritten += step.exec.launch(bases, stream)
-            for b in step.free:
-                blocks[b] = None
-            for i in step.release:
-                inputs[i] = None
+        launched = False
+        try:
+            for step in self._steps:
+                for a in step.allocate:
+                    tensor = empty(a.size, a.stride, a.dtype)
+                    blocks[a.block] = tensor
+                    address = tensor.data_ptr()
+                    for region, offset in a.tenants:
+                        bases[region] = address + offset
+                if step.exec is not None:
+                    rewritten += step.exec.launch(bases, stream)
+                    launched = True
+                for b in step.free:
+                    blocks[b] = None
+                for i in step.release:
+                    inputs[i] = None
+        except DriverError as e:
+            if launched:
+                raise
+            raise LaunchError(str(e)) from e
         results = [make(blocks, inputs) for make in self._results]
         return results, rewritten
 

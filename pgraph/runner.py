@@ -26,7 +26,7 @@ from pgraph import stats
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, MatchError, PlanError
+from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError, PlanError
 from pgraph.launch import Launcher
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
@@ -149,8 +149,12 @@ class PartitionRunner:
             return self._run_plainly(args, None)
         launcher = variant.launcher
         inputs = [args[position] for position, *_ in variant.tensors]
+        n_args = len(args)
         args.clear()
-        results, rewritten = launcher(inputs)
+        try:
+            results, rewritten = launcher(inputs)
+        except (DriverError, LaunchError) as e:
+            return self._run_plainly(self._give_up(variant, inputs, n_args, e), None)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -167,6 +171,7 @@ class PartitionRunner:
                 variant.close()
             self._variants.clear()
             self._last = None
+            self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
 
@@ -180,13 +185,15 @@ class PartitionRunner:
 
     def _choose(self, args: list[Any]) -> Variant | None:
         """The variant for these arguments, captured if it is due; None to run plainly."""
-        if self.stats.reason is not None or self._driver.is_capturing():
+        if self._driver.is_capturing():
             return None
         with self._lock:
             variant = next(
                 (v for v in reversed(self._variants.values()) if v.launcher and v.fits(args)), None
             )
             if variant is None:
+                if self.stats.reason is not None:  # captures are over, what there is still serves
+                    return None
                 variant = self._variant(args)
             else:
                 self._variants.move_to_end((variant.tensors, variant.others))
@@ -258,10 +265,35 @@ class PartitionRunner:
             variant.built, variant.launcher = built, Launcher(built)
             self.stats.captured(built)
 
+    def _give_up(self, variant: Variant, inputs: list[Any], n_args: int, error: Exception) -> list[Any]:
+        """Never launch this variant again; the arguments of the failed call, to run it plainly.
+
+        Its execs may hold half of today's addresses. Another thread may be launching them, so they
+        are freed with the variant and not here.
+
+        Raises:
+            DriverError, LaunchError: `error`, if part of it has run or arguments cannot be restored.
+        """
+        with self._lock:
+            variant.launcher = None
+            fix = "pgraph.reset() captures it anew; until then the partition runs plainly"
+            self._refuse(variant, Reason("launch-failed", f"a launch failed: {error}", fix))
+        if not isinstance(error, LaunchError) or len(inputs) + len(variant.others) != n_args:
+            raise error
+        args: list[Any] = [None] * n_args
+        for (position, *_), tensor in zip(variant.tensors, inputs, strict=True):
+            args[position] = tensor
+        for position, value in variant.others:
+            args[position] = value
+        inputs.clear()
+        return args
+
     def _refuse(self, variant: Variant, reason: Reason) -> None:
+        first = self.stats.reason is None
         variant.reason = reason
-        self.stats.reason = reason
-        log.warning("%s runs plainly: %s", self.name, reason)
+        if first:
+            self.stats.reason = reason
+        log.log(logging.WARNING if first else logging.INFO, "%s runs plainly: %s", self.name, reason)
 
 
 def _alignments(addresses: Sequence[int], usual: int) -> list[int]:

@@ -72,6 +72,7 @@ class HostArena(Arena):
             )
         self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
         self._position = self.low
+        self.layout = layout
         self._jitter = 4096 * (1 + 2 * layout)
         self._count = 0
 
@@ -108,6 +109,7 @@ class HostSession(Session):
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self._second = isinstance(arena, HostArena) and arena.layout == 1
         self._nodes: list[NodeRecord] = []
         self._hidden: list[HiddenAllocation] = []
         self._fake = FakeTensorMode()
@@ -124,7 +126,7 @@ class HostSession(Session):
         return list(self._hidden)
 
     def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
-        fault.active().step("end")
+        fault.active().step("second-end" if self._second else "end")
         return HostGraph(), tuple(self._nodes)
 
     def patches(
