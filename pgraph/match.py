@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
-from pgraph.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
 
 __all__ = ["RangeMap", "match"]
 
@@ -108,10 +108,18 @@ def _same_structure(a: Recording, b: Recording) -> None:
             "allocations-differ",
             f"two captures made {len(sizes_a)} and {len(sizes_b)} allocations, or of other sizes",
         )
-    if a.outputs != b.outputs:
+    if len(a.outputs) != len(b.outputs) or not all(map(_same_output, a.outputs, b.outputs)):
         raise _refuse("outputs-differ", "two captures returned results of different layout or origin")
     if a.ghost_range[0] < b.ghost_range[1] and b.ghost_range[0] < a.ghost_range[1]:
         raise _refuse("ghosts-overlap", "the ghost ranges of two captures overlap")
+
+
+def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
+    if (x.region, x.input, x.layout) != (y.region, y.input, y.layout):
+        return False
+    # Numbers by value; a tensor that the code holds is one object (comparing tensors gives no bool).
+    number = isinstance(x.constant, int | float) and type(x.constant) is type(y.constant)
+    return x.constant is y.constant or (number and x.constant == y.constant)
 
 
 class _Matcher:
