@@ -160,7 +160,13 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
 
 def test_injection_ends_with_its_block() -> None:
     """Also when the block raises."""
-    with pytest.raises(KeyError), inject(HostFaults(garbage=3)):
-        assert faults.active().garbage == 3
-        raise KeyError
+
+
+    def block() -> None:
+        with inject(HostFaults(garbage=3)):
+            assert faults.active().garbage == 3
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        block()
     assert faults.active() == HostFaults()
