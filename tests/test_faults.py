@@ -161,7 +161,6 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
 def test_injection_ends_with_its_block() -> None:
     """Also when the block raises."""
 
-
     def block() -> None:
         with inject(HostFaults(garbage=3)):
             assert faults.active().garbage == 3

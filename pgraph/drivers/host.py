@@ -480,9 +480,9 @@ def _as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tupl
 
 def _as_fill(op: Any, args: Any, fresh: list[torch.Tensor]) -> tuple[int, int] | None:
     """(address, bytes) if the op fills dense memory with zero bytes."""
-    if op in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default) and fresh:
-        target = fresh[0]
-    elif op is aten.full.default and fresh and args[1] in (0, 0.0) and str(args[1]) != "-0.0":
+    zeros = op in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+    full = op is aten.full.default and args[1] in (0, 0.0) and str(args[1]) != "-0.0"
+    if (zeros or full) and fresh:
         target = fresh[0]
     elif op is aten.zero_.default:
         target = args[0]
