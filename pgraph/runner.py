@@ -201,6 +201,8 @@ class PartitionRunner:
                 None,
             )
             if variant is None:
+                if self.stats.reason is not None:  # captures are over, what there is still serves
+                    return None
                 variant = self._variant(args)
             else:
                 self._variants.move_to_end((variant.tensors, variant.others))

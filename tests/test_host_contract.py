@@ -10,6 +10,7 @@ from support import agree, host, launching, same
 from torch import Tensor, nn
 
 import pgraph
+from pgraph.backend import backend
 from pgraph.safety import mark_unsafe, unmark_unsafe
 
 
@@ -257,3 +258,29 @@ def test_a_number_read_on_the_host_in_the_middle() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         agree(fn, host(fn), lambda: (torch.randn(6),), calls=3)
     assert any("host" in str(p) for p in pgraph.report().outside)
+
+
+def test_a_constant_tensor_is_returned() -> None:
+    """One that the code holds: no launch makes it, each call returns it."""
+    held = torch.arange(3.0)
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", held)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2 + 1, self.held
+
+    compiled = backend(
+        torch.fx.symbolic_trace(Holds()),
+        [torch.randn(4)],
+        options={"driver": "host", "codegen": "aten", "min_ops": 1},
+    )
+    compiled(torch.randn(4))
+    with launching(2):
+        for _ in range(2):
+            x = torch.randn(4)
+            got = compiled(x)
+            same(got[0], x * 2 + 1)
+            assert got[1].data_ptr() == held.data_ptr()

@@ -107,11 +107,13 @@ def test_a_word_that_moved_in_framework_memory_is_ambiguous(other: int) -> None:
     """Row 6: one value there is enough."""
     for words in ((FRAMEWORK + 8, other), (other, FRAMEWORK + 8)):
         a, b = pair(words[:1], words[1:])
-        with pytest.raises(MatchError, match="ambiguous-word.*device memory"):
+        with pytest.raises(MatchError, match=r"ambiguous-word.*device memory"):
             match(a, b, framework=outside())
 
 
-@pytest.mark.parametrize(("word_a", "word_b"), [(1, 2), (A + 0x8000, 5), (B + 0x8200, A + 0x8000), (2**64 - 1, 0)])
+@pytest.mark.parametrize(
+    ("word_a", "word_b"), [(1, 2), (A + 0x8000, 5), (B + 0x8200, A + 0x8000), (2**64 - 1, 0)]
+)
 def test_other_words_that_differ_are_padding(word_a: int, word_b: int) -> None:
     """Row 7: garbage is common and harmless, even if one side looks like a ghost."""
     a, b = pair((word_a,), (word_b,))
@@ -168,6 +170,30 @@ def test_two_captures_must_have_one_structure(edit: object, code: str) -> None:
         match(a, edit(b))  # type: ignore[operator]
     assert caught.value.reason.code == code
     assert caught.value.reason.fix
+
+
+class Ambiguous:
+    """Like a tensor: to compare two of them gives no truth value."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_returned_constants_are_compared_by_identity() -> None:
+    """A tensor that the code holds and returns is the same object in both captures."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+    held, other = Ambiguous(), Ambiguous()
+
+    def returning(r: Recording, value: object) -> Recording:
+        return dataclasses.replace(r, outputs=(OutputSpec(constant=value),))
+
+    assert match(returning(a, held), returning(b, held))
+    assert match(returning(a, 3), returning(b, 3))
+    for x, y in ((held, other), (3, 4), (1, True)):
+        with pytest.raises(MatchError, match="outputs-differ"):
+            match(returning(a, x), returning(b, y))
 
 
 def test_range_map_finds_only_what_lies_inside() -> None:

@@ -39,7 +39,8 @@ class Case:
     def params(self, node: int, bases: list[int], capture: int) -> bytes:
         words = []
         for kind, *facts in self.nodes[node]:
-            words.append(bases[facts[0]] + facts[1] if kind == "slot" else facts[0 if kind == "same" else capture])
+            fixed = facts[0 if kind == "same" else capture]
+            words.append(bases[facts[0]] + facts[1] if kind == "slot" else fixed)
         return struct.pack(f"={len(words)}Q", *words)
 
     def recording(self, capture: int) -> Recording:
@@ -62,7 +63,7 @@ class Case:
         }
 
     def alive(self, node: int) -> list[int]:
-        return [r for r, (birth, death) in enumerate(self.lives) if birth <= node and (death is None or node < death)]
+        return [r for r, (b, d) in enumerate(self.lives) if b <= node and (d is None or node < d)]
 
 
 def is_free(value: int) -> bool:
@@ -147,7 +148,8 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
         shift = data.draw(st.integers(1, max(case.sizes[region], 1) + SLACK - 1))
         word = ("two", here[0], here[1] + shift)
     elif kind == "region":
-        other = data.draw(st.integers(0, len(case.sizes) - 1).filter(lambda r: r != region or len(case.sizes) == 1))
+        n = len(case.sizes)
+        other = data.draw(st.integers(0, n - 1).filter(lambda r: r != region or n == 1))
         word = ("two", here[0], case.bases[1][other] + (1 if other == region else 0))
     elif kind == "nowhere":
         word = ("two", here[0], LOW[1] + (1 << 31))
