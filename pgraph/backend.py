@@ -20,8 +20,8 @@ from torch._dynamo.backends.common import aot_autograd
 from pgraph import compat, drivers, stats
 from pgraph.drivers.base import Driver
 from pgraph.options import Options, parse
-from pgraph.partition import Call, extract, scan
-from pgraph.runner import GraphRunner, PartitionRunner
+from pgraph.partition import Call, SplitPlan, extract, scan
+from pgraph.runner import Boxed, GraphRunner, PartitionRunner
 from pgraph.safety import refusal
 
 __all__ = ["Backend", "backend"]
@@ -74,6 +74,9 @@ backend = Backend()
 
 # -- one ATen graph ------------------------------------------------------------------------------
 
+# (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
+_CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
+
 
 def _compile_inductor(
     options: Options,
@@ -82,98 +85,75 @@ def _compile_inductor(
     example_inputs: Sequence[Any],
     *unused: Any,
     **kwargs: Any,
-) -> Callable[[list[Any]], Any]:
+) -> Boxed:
     """Inner compiler for Inductor's front end (2.13 passes more positional arguments than 2.11)."""
-    driver = drivers.choose(options.driver, gm)
-    whole = functools.partial(compat.compile_graph, gm, example_inputs, settings, **kwargs)
-    if driver is None:
-        return whole()
-    name = _name(kwargs)
-    calls = _split(gm, driver, options)
-    if not calls.calls:
-        return whole()
-    static = (
-        frozenset(kwargs.get("static_input_idxs") or ()) if not kwargs.get("is_backward") else frozenset()
+
+    def compile_part(
+        module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None
+    ) -> Boxed:
+        changed = {} if fixed is None else {"static_input_idxs": fixed}
+        return compat.compile_graph(module, inputs, settings, **{**kwargs, **changed})
+
+    kind = (
+        "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    if len(calls.calls) == 1:
-        compiled = whole()
-        call = calls.calls[0]
-        namespaces = compat.generated_namespaces(compiled)
-        return compat.boxed(_runner(name, call, compiled, driver, options, namespaces, static))
-    parts = []
-    n_outputs = len(calls.output_slots)
-    with compat.own_output_strides(n_outputs):
-        for call in calls.calls:
-            placeholders = [n for n in call.module.graph.nodes if n.op == "placeholder"]
-            slot_of_input = {slot: i for i, slot in enumerate(calls.input_slots)}
-            part_static = [i for i, s in enumerate(call.inputs) if slot_of_input.get(s) in static]
-            compiled = compat.compile_graph(
-                call.module,
-                [n.meta["val"] for n in placeholders],
-                settings,
-                **{**kwargs, "static_input_idxs": part_static},
-            )
-            parts.append(
-                _runner(
-                    f"{name}, part {call.part.index}",
-                    call,
-                    compiled,
-                    driver,
-                    options,
-                    compat.generated_namespaces(compiled),
-                    frozenset(part_static),
-                )
-            )
-    return compat.boxed(GraphRunner(calls, parts))
+    return _compile(gm, example_inputs, options, kind, compile_part)
 
 
 def _aten(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    compile_aten = functools.partial(_compile_aten, options)
+    def compiler(kind: str) -> Callable[..., Boxed]:
+        return lambda graph, inputs: _compile(graph, inputs, options, kind, _compile_aten)
+
     return aot_autograd(
-        fw_compiler=functools.partial(compile_aten, {"is_backward": False}),
-        bw_compiler=functools.partial(compile_aten, {"is_backward": True}),
-        inference_compiler=functools.partial(compile_aten, {"is_inference": True}),
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
 
 
-def _compile_aten(
-    options: Options, kwargs: dict[str, Any], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
-) -> Callable[[list[Any]], Any]:
+def _compile_aten(module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None) -> Boxed:
+    return compat.boxed_module(module)
+
+
+def _compile(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    kind: str,
+    compile_part: _CompilePart,
+) -> Boxed:
+    """Cut one ATen graph, compile the parts, and put a runner around them."""
     driver = drivers.choose(options.driver, gm)
-    calls = _split(gm, driver, options) if driver is not None else None
-    if driver is None or calls is None or not calls.calls:
-        return compat.boxed_module(gm)
-    name = _name(kwargs)
-    parts = [
-        _runner(
-            f"{name}, part {call.part.index}" if len(calls.calls) > 1 else name,
-            call,
-            compat.boxed_module(call.module),
-            driver,
-            options,
-            [],
-            frozenset(),
+    split = _split(gm, driver, options) if driver is not None else None
+    if driver is None or split is None or not split.calls:
+        return compile_part(gm, example_inputs, None)
+    name = f"{kind} {next(_numbers)}"
+    static = compat.static_inputs(gm, kind == "backward")
+    if split.calls[0].module is gm:
+        return compat.boxed(
+            _runner(name, split.calls[0], compile_part(gm, example_inputs, None), driver, options, static)
         )
-        for call in calls.calls
-    ]
-    return compat.boxed(parts[0] if calls.calls[0].module is gm else GraphRunner(calls, parts))
+    position_of = {slot: i for i, slot in enumerate(split.input_slots)}
+    parts = []
+    with compat.own_output_strides(len(split.output_slots)):
+        for call in split.calls:
+            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
+            fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
+            compiled = compile_part(call.module, inputs, fixed)
+            part_name = f"{name}, part {call.part.index}"
+            parts.append(_runner(part_name, call, compiled, driver, options, frozenset(fixed)))
+    return compat.boxed(GraphRunner(split, parts))
 
 
-def _split(gm: torch.fx.GraphModule, driver: Driver, options: Options) -> Any:
+def _split(gm: torch.fx.GraphModule, driver: Driver, options: Options) -> SplitPlan:
     refuse = functools.partial(refusal, device_type=driver.device.type)
     return extract(gm, scan(gm.graph, refuse, min_ops=options.min_ops))
 
 
 def _runner(
-    name: str,
-    call: Call,
-    compiled: Callable[[list[Any]], Any],
-    driver: Driver,
-    options: Options,
-    namespaces: list[dict[str, Any]],
-    static: frozenset[int],
-) -> Any:
+    name: str, call: Call, compiled: Boxed, driver: Driver, options: Options, static: frozenset[int]
+) -> Boxed:
     if not call.part.safe:
         stats.note_plain(name, call.part.reasons)
         for reason in call.part.reasons:
@@ -184,7 +164,7 @@ def _runner(
         compiled,
         driver,
         options,
-        namespaces=namespaces,
+        namespaces=compat.generated_namespaces(compiled),
         constants=_constants(call.module, compiled),
         static=static,
     )
@@ -199,10 +179,3 @@ def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor
     ]
     held += list((getattr(compiled, "constants", None) or {}).values())
     return [t for t in held if isinstance(t, torch.Tensor)]
-
-
-def _name(kwargs: Mapping[str, Any]) -> str:
-    kind = (
-        "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-    )
-    return f"{kind} {next(_numbers)}"

@@ -24,28 +24,18 @@ __all__ = ["Built", "build"]
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """A template with one exec per chunk of its plan.
+    """A template with one exec per chunk of its plan (Note [Freed by reference]).
 
     Args:
         seconds: from the first capture to the last instantiation.
     """
 
     template: Template
-    execs: list[Exec]
-    graph: Any
+    execs: tuple[Exec, ...]
     driver: Driver
     seconds: float
-
-    def close(self) -> None:
-        """Free the execs and the graph."""
-        for e in self.execs:
-            e.close()
-        self.execs = []
-        if self.graph is not None:
-            self.driver.release_graph(self.graph)
-            self.graph = None
 
 
 def build(
@@ -78,36 +68,27 @@ def build(
     start = time.perf_counter()
     with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
         first = record(driver, first_arena, fn, inputs, alignments, namespaces)
-        try:
-            second = record(driver, second_arena, fn, inputs, alignments, namespaces)
-            driver.release_graph(second.graph)
-            slots = match(
-                first,
-                second,
-                framework=driver.framework_ranges(),
-                constants=RangeMap(
-                    [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), 0) for t in constants]
-                ),
-            )
-            template = _template(first, second, slots, kept_inputs, slack_bytes)
-            built = Built(template, [], first.graph, driver, 0.0)
-            try:
-                for chunk in template.plan.chunks:
-                    built.execs.append(
-                        driver.instantiate(
-                            first.graph, template.nodes, chunk.first, chunk.last, template.slots
-                        )
-                    )
-            except BaseException:
-                built.graph = None
-                built.close()
-                raise
-        except BaseException:
-            driver.release_graph(first.graph)
-            raise
-    built.seconds = time.perf_counter() - start
-    log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template)
+        second = record(driver, second_arena, fn, inputs, alignments, namespaces)
+        slots = match(
+            first,
+            second,
+            framework=driver.framework_ranges(),
+            constants=RangeMap([_storage(t) for t in constants]),
+        )
+        template = _template(first, second, slots, kept_inputs, slack_bytes)
+        execs = tuple(
+            driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
+            for chunk in template.plan.chunks
+        )
+    built = Built(template, execs, driver, time.perf_counter() - start)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
     return built
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes(), 0
 
 
 def _template(

@@ -86,7 +86,8 @@ class _Recorder(TorchDispatchMode):
         """What a generated module gets for `torch.empty_strided`."""
         birth = self.boundary()
         ghost = self._session.arena.empty_strided(size, stride, dtype)
-        self._watch(ghost, ghost.data_ptr(), ghost.untyped_storage().nbytes(), birth)
+        storage = ghost.untyped_storage()  # the address of an empty tensor is 0, its storage's is not
+        self._watch(ghost, storage.data_ptr(), storage.nbytes(), birth)
         return ghost
 
     def boundary(self) -> int:
@@ -246,9 +247,9 @@ def _output_spec(
         if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
             region = moved[i]
             base = regions[region].address
-            layout = TensorSpec(
-                tuple(value.size()), tuple(value.stride()), value.dtype, value.data_ptr() - base
-            )
+            # Not `data_ptr()`, which is 0 for an empty tensor.
+            start = int(value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size())
+            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, start - base)
             return (
                 OutputSpec(input=region, layout=layout)
                 if i < n_inputs

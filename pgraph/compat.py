@@ -30,6 +30,7 @@ __all__ = [
     "inductor_mode",
     "own_output_strides",
     "reinterpret",
+    "static_inputs",
 ]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
@@ -156,6 +157,22 @@ def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:
         else:
             queue.append(getattr(item, "current_callable", None))
     return list(found.values())
+
+
+def static_inputs(gm: torch.fx.GraphModule, is_backward: bool) -> frozenset[int]:
+    """Placeholder positions of parameters and buffers: memory that the caller keeps.
+
+    A forward graph's inputs are AOTAutograd's flat arguments; a backward graph names the ones that
+    it got from the forward's inputs after them (``primals_1`` is argument 0).
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    static = frozenset(getattr(metadata, "static_input_indices", None) or ())
+    if not is_backward:
+        return static
+    names = {f"primals_{i + 1}" for i in static}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return frozenset(i for i, n in enumerate(placeholders) if n.name in names)
 
 
 def _filled(cell: Any) -> bool:

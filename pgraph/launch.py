@@ -7,8 +7,7 @@ out in `__init__`; `__call__` is the hot path.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,86 +19,89 @@ from pgraph.template import OutputSpec, TensorSpec
 __all__ = ["Launcher"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Allocate:
-    """One block: how to make it, and the regions that live in it with their byte offsets."""
-
-    block: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    tenants: tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """One chunk."""
-
-    allocate: tuple[_Allocate, ...]
-    exec: Any
-    free: tuple[int, ...]
-    release: tuple[int, ...]
+# One block: (index, size, stride, dtype, region of its first tenant, other tenants). Plain tuples: this is
+# read at every launch.
+_Allocation = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int, tuple[tuple[int, int], ...]]
+# One chunk: (blocks to allocate, launch function or None, blocks to free, inputs to release).
+_Step = tuple[
+    tuple[_Allocation, ...], Callable[[list[int], int], int] | None, tuple[int, ...], tuple[int, ...]
+]
 
 
 class Launcher:
     """Launches a built partition. Safe to call from several threads.
 
     Args:
-        built: template and execs; stays the owner of the execs.
+        built: template and execs.
+        positions: where the template's inputs stand among the partition's arguments.
     """
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: Built, positions: Sequence[int]) -> None:
         template = built.template
+        self.positions = tuple(positions)
         self._driver = built.driver
-        self._n_regions = len(template.regions)
-        self._n_blocks = len(template.plan.blocks)
-        self._n_inputs = template.n_inputs
+        self._empty = built.driver.empty_strided
+        self._rest = [0] * (len(template.regions) - template.n_inputs)
+        self._no_blocks: list[Any] = [None] * len(template.plan.blocks)
         direct = _direct_outputs(built)
-        self._steps = tuple(
-            _Step(
+        self._steps: tuple[_Step, ...] = tuple(
+            (
                 tuple(_allocation(built, block, direct) for block in chunk.allocate),
-                built.execs[i] if chunk.last > chunk.first else None,
+                built.execs[i].launch if chunk.last > chunk.first else None,
                 chunk.free,
                 chunk.release,
             )
             for i, chunk in enumerate(template.plan.chunks)
         )
-        self._results = tuple(_result_maker(built, spec, direct) for spec in template.outputs)
+        self._results = tuple(_result(built, spec, direct) for spec in template.outputs)
 
-    def __call__(self, inputs: list[Any]) -> tuple[list[Any], int]:
+    def __call__(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
         """Launch on the current stream.
 
         Args:
             inputs: device tensors in the template's order; entries are dropped (set to None) as
                 soon as the plan says that the partition is done with them.
+            addresses: of the inputs.
 
         Returns:
             The results, and the number of nodes rewritten.
         """
-        driver = self._driver
-        stream = driver.current_stream()
-        bases = driver.bases(self._n_regions)
-        blocks: list[Any] = [None] * self._n_blocks
-        for i in range(self._n_inputs):
-            bases[i] = inputs[i].data_ptr()
-        empty = driver.empty_strided
+        guard = self._driver.on_device()
+        if guard is not None:
+            with guard:
+                return self._launch(inputs, addresses)
+        return self._launch(inputs, addresses)
+
+    def _launch(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
+        stream = self._driver.current_stream()
+        empty = self._empty
+        bases = addresses + self._rest
+        blocks = self._no_blocks.copy()
         rewritten = 0
-        results: list[Any] | None = None
-        for step in self._steps:
-            for a in step.allocate:
-                tensor = empty(a.size, a.stride, a.dtype)
-                blocks[a.block] = tensor
-                address = tensor.data_ptr()
-                for region, offset in a.tenants:
-                    bases[region] = address + offset
-            if step.exec is not None:
-                rewritten += step.exec.launch(bases, stream)
-            for b in step.free:
-                blocks[b] = None
-            for i in step.release:
+        for allocate, launch, free, release in self._steps:
+            for block, size, stride, dtype, region, others in allocate:
+                blocks[block] = empty(size, stride, dtype)
+                bases[region] = address = blocks[block].data_ptr()
+                for other, offset in others:
+                    bases[other] = address + offset
+            if launch is not None:
+                rewritten += launch(bases, stream)
+            for block in free:
+                blocks[block] = None
+            for i in release:
                 inputs[i] = None
-        results = [make(blocks, inputs) for make in self._results]
+        results = []
+        for source, index, layout, offset in self._results:
+            if source == _BLOCK:
+                results.append(blocks[index])
+            elif source == _CONSTANT:
+                results.append(index)
+            else:
+                results.append(_view((blocks if source == _BLOCK_VIEW else inputs)[index], layout, offset))
         return results, rewritten
+
+
+_BLOCK, _BLOCK_VIEW, _INPUT_VIEW, _CONSTANT = range(4)
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
@@ -125,36 +127,35 @@ def _nbytes(layout: TensorSpec) -> int:
     return reach * layout.dtype.itemsize
 
 
-def _allocation(built: Built, block: int, direct: dict[int, TensorSpec]) -> _Allocate:
+def _allocation(built: Built, block: int, direct: dict[int, TensorSpec]) -> _Allocation:
     facts = built.template.plan.blocks[block]
+    # Tenants come in order of birth; all but one are told by their distance from the block's start.
+    first = next(region for region, offset in facts.tenants if offset == 0)
+    others = tuple(t for t in facts.tenants if t[0] != first)
     if block in direct:
         layout = direct[block]
-        return _Allocate(block, layout.size, layout.stride, layout.dtype, facts.tenants)
+        return block, layout.size, layout.stride, layout.dtype, first, others
     dtype = torch.uint8
     for spec in built.template.outputs:
         if spec.region is not None and built.template.plan.location(spec.region)[0] == block:
             assert spec.layout is not None
             dtype = spec.layout.dtype
             break
-    return _Allocate(block, (-(-facts.nbytes // dtype.itemsize),), (1,), dtype, facts.tenants)
+    return block, (-(-facts.nbytes // dtype.itemsize),), (1,), dtype, first, others
 
 
-def _result_maker(
-    built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]
-) -> Callable[[list[Any], list[Any]], Any]:
+def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> tuple[int, Any, Any, int]:
+    """(source, index or constant, layout, byte offset) of one result."""
     if spec.region is None and spec.input is None:
-        constant = spec.constant
-        return lambda blocks, inputs: constant
-    layout = spec.layout
-    assert layout is not None
+        return _CONSTANT, spec.constant, None, 0
+    assert spec.layout is not None
     if spec.input is not None:
-        position = spec.input
-        return lambda blocks, inputs: _view(inputs[position], layout, 0)
+        return _INPUT_VIEW, spec.input, spec.layout, 0
     assert spec.region is not None
     block, offset = built.template.plan.location(spec.region)
-    if direct.get(block) == layout:
-        return lambda blocks, inputs: blocks[block]
-    return lambda blocks, inputs: _view(blocks[block], layout, offset)
+    if direct.get(block) == spec.layout:
+        return _BLOCK, block, None, 0
+    return _BLOCK_VIEW, block, spec.layout, offset
 
 
 def _view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:

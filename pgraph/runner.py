@@ -26,7 +26,7 @@ from pgraph import stats
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, MatchError, PlanError
+from pgraph.errors import CaptureError, DriverError, MatchError
 from pgraph.launch import Launcher
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
@@ -35,6 +35,8 @@ from pgraph.reasons import Reason
 __all__ = ["GraphRunner", "PartitionRunner", "Variant"]
 
 log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # captures tried when the device itself refuses
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -53,13 +55,15 @@ class Variant:
     """One set of layouts and alignments, and what has become of it.
 
     Args:
-        tensors: per device tensor: (position among the arguments, size, stride, alignment needed).
+        tensors: per device tensor: (position among the arguments, size, stride, address bits that must
+            be 0: the alignment needed less 1).
         others: (position, value) of the integers that the code was specialized for.
     """
 
     tensors: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
     others: tuple[tuple[int, Any], ...]
     runs: int = 0
+    failures: int = 0
     threads: set[int] = dataclasses.field(default_factory=set)
     built: Built | None = None
     launcher: Launcher | None = None
@@ -73,8 +77,8 @@ class Variant:
             return State.READY
         return State.WARM if self.runs else State.COLD
 
-    def fits(self, args: Sequence[Any]) -> bool:
-        """True if a launch of this variant is right for these arguments.
+    def addresses(self, args: Sequence[Any]) -> list[int] | None:
+        """Addresses of the device tensors if a launch of this variant is right for `args`, else None.
 
         Note [Alignment is part of the contract]
         Kernels were chosen for the alignment of the captured addresses; a less aligned address
@@ -82,24 +86,19 @@ class Variant:
         """
         for position, value in self.others:
             if args[position] != value:
-                return False
+                return None
+        found = []
         try:
-            for position, size, stride, alignment in self.tensors:
+            for position, size, stride, mask in self.tensors:
                 tensor = args[position]
-                if tensor.data_ptr() % alignment:
-                    return False
+                address = tensor.data_ptr()
+                if address & mask:
+                    return None
                 assert_size_stride(tensor, size, stride)
+                found.append(address)
         except AssertionError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Free the execs; the variant is cold again."""
-        if self.built is not None:
-            self.built.close()
-        self.built = self.launcher = self.reason = None
-        self.runs = 0
-        self.threads.clear()
+            return None
+        return found
 
 
 class PartitionRunner:
@@ -141,16 +140,17 @@ class PartitionRunner:
 
     def __call__(self, args: list[Any]) -> Any:
         variant = self._last
-        if variant is None or variant.launcher is None or not variant.fits(args):
+        launcher = variant.launcher if variant is not None else None
+        addresses = variant.addresses(args) if launcher is not None and variant is not None else None
+        if addresses is None:
             variant = self._choose(args)
-            if variant is None or variant.launcher is None:
-                return self._run_plainly(args, variant)
-        if self._driver.is_capturing():
-            return self._run_plainly(args, None)
-        launcher = variant.launcher
-        inputs = [args[position] for position, *_ in variant.tensors]
+            launcher = variant.launcher if variant is not None else None
+            addresses = variant.addresses(args) if launcher is not None and variant is not None else None
+        if launcher is None or addresses is None or self._driver.is_capturing():
+            return self._run_plainly(args, variant)
+        inputs = [args[position] for position in launcher.positions]
         args.clear()
-        results, rewritten = launcher(inputs)
+        results, rewritten = launcher(inputs, addresses)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -163,10 +163,9 @@ class PartitionRunner:
     def reset(self) -> None:
         """Free everything captured; the partition starts again."""
         with self._lock:
-            for variant in self._variants.values():
-                variant.close()
             self._variants.clear()
             self._last = None
+            self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
 
@@ -184,10 +183,17 @@ class PartitionRunner:
             return None
         with self._lock:
             variant = next(
-                (v for v in reversed(self._variants.values()) if v.launcher and v.fits(args)), None
+                (
+                    v
+                    for v in reversed(self._variants.values())
+                    if v.launcher and v.addresses(args) is not None
+                ),
+                None,
             )
             if variant is None:
                 variant = self._variant(args)
+            else:
+                self._variants.move_to_end((variant.tensors, variant.others))
             if variant is None:
                 return None
             if variant.state is State.WARM and self._due(variant):
@@ -195,6 +201,14 @@ class PartitionRunner:
             if variant.launcher is not None:
                 self._last = variant
             return variant
+
+    def _find(self, args: Sequence[Any]) -> Variant | None:
+        """The variant that can be launched on these arguments; it becomes the most recently used."""
+        for key, variant in reversed(self._variants.items()):
+            if variant.launcher is not None and variant.addresses(args) is not None:
+                self._variants.move_to_end(key)
+                return variant
+        return None
 
     def _due(self, variant: Variant) -> bool:
         """Warm runs done, at least one of them in this thread: library handles belong to threads."""
@@ -213,9 +227,11 @@ class PartitionRunner:
             elif isinstance(value, int | float | bool):
                 others.append((position, value))
         aligned = _alignments(addresses, self._driver.alignment)
-        key = (tuple((*t, a) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
+        key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
+            if self._last is not None:  # the fast path does not tell that it is in use
+                self._variants.move_to_end((self._last.tensors, self._last.others))
             variant = self._variants[key] = Variant(*key)
             self._evict()
         self._variants.move_to_end(key)
@@ -223,10 +239,7 @@ class PartitionRunner:
 
     def _evict(self) -> None:
         while len(self._variants) > self._options.max_captures:
-            _, oldest = self._variants.popitem(last=False)
-            if oldest is self._last:
-                self._last = None
-            oldest.close()
+            self._variants.popitem(last=False)
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)
@@ -235,7 +248,7 @@ class PartitionRunner:
                 self._driver,
                 self._plain,
                 args,
-                [alignment for *_, alignment in variant.tensors],
+                [mask + 1 for *_, mask in variant.tensors],
                 namespaces=self._namespaces,
                 constants=self._constants,
                 kept_inputs=kept,
@@ -243,23 +256,45 @@ class PartitionRunner:
             )
         except (CaptureError, MatchError) as e:
             self._refuse(variant, e.reason)
-        except (DriverError, PlanError, torch.OutOfMemoryError) as e:
-            self._refuse(
-                variant,
-                Reason(
-                    "driver-failed",
-                    f"the capture stopped: {e}",
-                    "nothing is lost: the partition runs plainly",
-                ),
-            )
+        except (DriverError, torch.OutOfMemoryError) as e:
+            self._later(variant, e)
+        except Exception as e:
+            log.debug("unexpected failure", exc_info=True)
+            self._refuse(variant, _unexpected(e))
         else:
-            variant.built, variant.launcher = built, Launcher(built)
+            variant.built = built
+            variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             self.stats.captured(built)
+
+    def _later(self, variant: Variant, error: Exception) -> None:
+        """The device could not just now (memory, most likely): warm up again, and give up in the end."""
+        variant.failures += 1
+        variant.runs = 0
+        if variant.failures >= _ATTEMPTS:
+            self._refuse(variant, _device_failed(error))
+        else:
+            log.info("%s could not be captured yet: %s", self.name, error)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
         variant.reason = reason
         self.stats.reason = reason
         log.warning("%s runs plainly: %s", self.name, reason)
+
+
+def _device_failed(error: Exception) -> Reason:
+    return Reason(
+        "device-failed",
+        f"the device refused {_ATTEMPTS} times while capturing: {error}",
+        "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
+    )
+
+
+def _unexpected(error: Exception) -> Reason:
+    return Reason(
+        "internal-error",
+        f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
+        'report it, with the log of TORCH_LOGS="+pgraph"; the partition runs plainly',
+    )
 
 
 def _alignments(addresses: Sequence[int], usual: int) -> list[int]:

@@ -150,17 +150,23 @@ class Session(abc.ABC):
 
 
 class Exec(abc.ABC):
-    """An executable range of nodes, with slots to rebind."""
+    """An executable range of nodes, with slots to rebind.
+
+    Note [Freed by reference]
+    Graphs and execs are freed when the last reference to them goes. A thread that is in the middle
+    of a launch holds one, so that eviction and reset cannot pull an exec away under it; launches
+    already queued on the device finish first, as the driver promises.
+    """
 
     nbytes: int = 0
     """Device memory the driver holds for it, in bytes."""
 
     @abc.abstractmethod
-    def launch(self, bases: Any, stream: int) -> int:
+    def launch(self, bases: list[int], stream: int) -> int:
         """Write today's addresses into the nodes that changed, then launch.
 
         Args:
-            bases: one address per region (`Driver.bases`).
+            bases: one address per region.
             stream: raw handle of the stream to launch on.
 
         Returns:
@@ -169,10 +175,6 @@ class Exec(abc.ABC):
         Raises:
             DriverError: a driver call failed.
         """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Free it. Launches already queued finish first."""
 
 
 class Driver(abc.ABC):
@@ -202,16 +204,16 @@ class Driver(abc.ABC):
         """An exec of the nodes [first, last) of a captured graph."""
 
     @abc.abstractmethod
-    def release_graph(self, graph: Any) -> None:
-        """Free a captured graph that no exec needs any more."""
-
-    @abc.abstractmethod
     def framework_ranges(self) -> RangeMap | None:
         """Device memory that the framework's allocator holds now; None where it cannot be known."""
 
     @abc.abstractmethod
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An ordinary tensor from the ordinary allocator."""
+
+    @abc.abstractmethod
+    def on_device(self) -> contextlib.AbstractContextManager[Any] | None:
+        """A guard that makes this device current; None if it already is."""
 
     @abc.abstractmethod
     def current_stream(self) -> int:
@@ -222,12 +224,8 @@ class Driver(abc.ABC):
         """True inside somebody else's capture on the current stream."""
 
     @abc.abstractmethod
-    def bases(self, n: int) -> Any:
-        """A mutable array of `n` unsigned 64-bit addresses."""
-
-    @abc.abstractmethod
     def close(self) -> None:
-        """Free whatever the driver itself holds (streams, cached helpers)."""
+        """Free whatever the driver itself holds (streams)."""
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:

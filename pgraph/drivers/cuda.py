@@ -36,7 +36,7 @@ from cuda.bindings import driver as cu
 
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
-from pgraph.drivers.cuda_nodes import CudaExec, chain_of, read_node
+from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError
 from pgraph.match import RangeMap
@@ -88,13 +88,10 @@ class CudaSession(Session):
             torch._C._cuda_clearCublasWorkspaces()
             _clear_last_error()
             raise CaptureError(_invalid(f"the driver ended the capture with {error.name}"))
+        owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
-        try:
-            chain = chain_of(graph)
-            return CudaGraph(graph, chain), tuple(read_node(node) for node in chain)
-        except BaseException:
-            _check(cu.cuGraphDestroy(graph))
-            raise
+        owner.chain = chain_of(graph)
+        return owner, tuple(read_node(node) for node in owner.chain)
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden
@@ -119,19 +116,6 @@ class CudaSession(Session):
             cu.cuGraphDestroy(graph)
         torch._C._cuda_clearCublasWorkspaces()
         _clear_last_error()
-
-
-class CudaGraph:
-    """A captured graph and its nodes in execution order. The graph must outlive its execs."""
-
-    def __init__(self, graph: Any, chain: list[Any]) -> None:
-        self.graph = graph
-        self.chain = chain
-
-    def close(self) -> None:
-        if self.graph is not None:
-            _check(cu.cuGraphDestroy(self.graph))
-            self.graph = None
 
 
 class CudaDriver(Driver):
@@ -175,12 +159,7 @@ class CudaDriver(Driver):
         self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         with torch.cuda.device(self.device):
-            return CudaExec(
-                graph.graph, graph.chain, nodes, first, last, [s for s in slots if first <= s.node < last]
-            )
-
-    def release_graph(self, graph: CudaGraph) -> None:
-        graph.close()
+            return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
 
     def framework_ranges(self) -> RangeMap | None:
         segments = torch.cuda.memory_snapshot(include_traces=False)
@@ -190,14 +169,16 @@ class CudaDriver(Driver):
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
 
+    def on_device(self) -> contextlib.AbstractContextManager[Any] | None:
+        if torch._C._cuda_getDevice() == self.device.index:
+            return None
+        return torch.cuda.device(self.device)
+
     def current_stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
-
-    def bases(self, n: int) -> Any:
-        return (ctypes.c_uint64 * n)()
 
     def close(self) -> None:
         if self._raw_stream is not None:

@@ -9,8 +9,10 @@ point into them; rebinding writes words there and hands the structs to the drive
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
-__all__ = ["CudaExec", "chain_of", "check", "read_node"]
+__all__ = ["CudaExec", "CudaGraph", "chain_of", "check", "read_node"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -211,6 +213,20 @@ class _SlotEntry(ctypes.Structure):
     _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
 
 
+class _ExecEntry(ctypes.Structure):
+    """`pg_exec` of the native helper."""
+
+    _fields_ = [
+        ("calls", ctypes.c_void_p),
+        ("exec", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("n_nodes", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+    ]
+
+
 @functools.cache
 def _calls() -> Any:
     """`pg_calls`: the driver functions that a launch needs."""
@@ -229,36 +245,59 @@ def _calls() -> Any:
     return functions, table
 
 
+class CudaGraph:
+    """A graph and its nodes in execution order; freed with its last reference.
+
+    An exec needs its graph: setting a node's parameters names the node in the graph that the exec
+    was made from.
+    """
+
+    def __init__(self, graph: Any, chain: Sequence[Any]) -> None:
+        self.graph = graph
+        self.chain = chain
+
+    def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
+        """A copy with the nodes [first, last) only, and those nodes' handles in it."""
+        (clone,) = check(cu.cuGraphClone(self.graph))
+        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.chain])
+        for i, twin in enumerate(copy.chain):
+            if not first <= i < last:
+                check(cu.cuGraphDestroyNode(twin))
+        copy.chain = copy.chain[first:last]
+        return copy, copy.chain
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            check(cu.cuGraphDestroy(self.graph))
+
+
 class CudaExec(Exec):
     """An instantiated range of a captured graph, with its own parameter memory."""
 
     def __init__(
-        self,
-        graph: Any,
-        chain: Sequence[Any],
-        nodes: Sequence[NodeRecord],
-        first: int,
-        last: int,
-        slots: Sequence[Slot],
+        self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> None:
         self._lock = threading.Lock()
-        self._clone = None
-        handles = list(chain[first:last])
-        if (first, last) != (0, len(chain)):
-            graph, handles = self._cut(graph, chain, first, last)
+        self._source, handles = (
+            (graph, graph.chain) if (first, last) == (0, len(graph.chain)) else graph.cut(first, last)
+        )
         before = torch.cuda.mem_get_info()[0]
-        (self._exec,) = check(cu.cuGraphInstantiate(graph, 0))
+        (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
         self.nbytes = max(0, before - torch.cuda.mem_get_info()[0])
         (self._ctx,) = check(cu.cuCtxGetCurrent())
         self._layout(handles, nodes[first:last], slots, first)
-
-    def _cut(self, graph: Any, chain: Sequence[Any], first: int, last: int) -> tuple[Any, list[Any]]:
-        (self._clone,) = check(cu.cuGraphClone(graph))
-        twins = [check(cu.cuGraphNodeFindInClone(node, self._clone))[0] for node in chain]
-        for i, twin in enumerate(twins):
-            if not first <= i < last:
-                check(cu.cuGraphDestroyNode(twin))
-        return self._clone, twins[first:last]
+        library = native.load()
+        self._native = library.pg_launch if library is not None else None
+        self._struct_entry = _ExecEntry(
+            calls=ctypes.addressof(_calls()[1]),
+            exec=int(self._exec),
+            ctx=int(self._ctx),
+            nodes=ctypes.addressof(self._entries),
+            n_nodes=len(self._entries),
+            slots=ctypes.addressof(self._slots),
+            words=ctypes.addressof(self._words),
+        )
+        self._entry = ctypes.addressof(self._struct_entry)
 
     def _layout(
         self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
@@ -300,29 +339,17 @@ class CudaExec(Exec):
         self._keep.append(struct)
         return ctypes.addressof(struct)
 
-    def launch(self, bases: Any, stream: int) -> int:
-        library = native.load()
+    def launch(self, bases: list[int], stream: int) -> int:
+        addresses = array.array("Q", bases)
         with self._lock:
-            if library is None:
-                return self._launch_in_python(bases, stream)
-            rewritten = ctypes.c_int64(0)
-            code = library.pg_launch(
-                _calls()[1],
-                int(self._exec),
-                int(self._ctx),
-                stream,
-                self._entries,
-                len(self._entries),
-                self._slots,
-                self._words,
-                bases,
-                ctypes.byref(rewritten),
-            )
-        if code:
-            check((cu.CUresult(code),))
-        return rewritten.value
+            if self._native is None:
+                return self._launch_in_python(addresses, stream)
+            code = self._native(self._entry, stream, addresses.buffer_info()[0])
+        if code < 0:
+            check((cu.CUresult(-code),))
+        return code
 
-    def _launch_in_python(self, bases: Any, stream: int) -> int:
+    def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
         (kernel, copy, fill, launch), _ = _calls()
         handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
         for entry in self._entries:
@@ -343,13 +370,11 @@ class CudaExec(Exec):
         check((cu.CUresult(launch(handle, stream)),))
         return rewritten
 
-    def close(self) -> None:
-        if self._exec is not None:
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return  # the driver frees everything itself, and may be gone already
+        if getattr(self, "_exec", None) is not None:
             check(cu.cuGraphExecDestroy(self._exec))
-            self._exec = None
-        if self._clone is not None:
-            check(cu.cuGraphDestroy(self._clone))
-            self._clone = None
 
 
 def _end(slots: Sequence[Slot], at: int, node: int) -> int:

@@ -254,7 +254,7 @@ class HostExec(Exec):
         self._lock = threading.Lock()
         self.nbytes = sum(len(p) for p in self._params)
 
-    def launch(self, bases: Any, stream: int) -> int:
+    def launch(self, bases: list[int], stream: int) -> int:
         with self._lock:
             rewritten = 0
             for params, slots in zip(self._params, self._slots, strict=True):
@@ -272,9 +272,6 @@ class HostExec(Exec):
                 for node, params in zip(self._nodes, self._params, strict=True):
                     _run(node, params)
             return rewritten
-
-    def close(self) -> None:
-        self._nodes, self._params, self._slots = (), [], []
 
 
 class HostDriver(Driver):
@@ -308,9 +305,6 @@ class HostDriver(Driver):
     ) -> Exec:
         return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first)
 
-    def release_graph(self, graph: Any) -> None:
-        return None
-
     def framework_ranges(self) -> RangeMap | None:
         ranges = fault.active().framework
         return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
@@ -318,14 +312,14 @@ class HostDriver(Driver):
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
 
+    def on_device(self) -> None:
+        return None
+
     def current_stream(self) -> int:
         return 0
 
     def is_capturing(self) -> bool:
         return False
-
-    def bases(self, n: int) -> Any:
-        return (ctypes.c_uint64 * n)()
 
     def close(self) -> None:
         return None

@@ -42,8 +42,8 @@ def load() -> ctypes.CDLL | None:
     library.pg_arena_take.restype = ctypes.c_uint64
     library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 3
     library.pg_arena_activate.argtypes = [ctypes.c_void_p]
-    library.pg_launch.restype = ctypes.c_int
-    library.pg_launch.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] + [ctypes.c_void_p] * 4
+    library.pg_launch.restype = ctypes.c_int64
+    library.pg_launch.argtypes = [ctypes.c_void_p] * 3
     return library
 
 

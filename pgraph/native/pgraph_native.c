@@ -35,19 +35,28 @@ typedef struct {
     int64_t delta;
 } pg_slot;
 
-/* Returns the CUresult of the first call that failed, else 0. `rewritten` counts set nodes. */
-int pg_launch(const pg_calls *calls, void *exec, void *ctx, void *stream,
-              const pg_node *nodes, int64_t n_nodes, const pg_slot *slots,
-              uint64_t *words, const uint64_t *bases, int64_t *rewritten)
+typedef struct {
+    const pg_calls *calls;
+    void *exec;
+    void *ctx;
+    const pg_node *nodes;
+    int64_t n_nodes;
+    const pg_slot *slots;
+    uint64_t *words;
+} pg_exec;
+
+/* Returns the number of nodes rewritten, or minus the CUresult of the first call that failed. */
+int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
 {
     int64_t count = 0;
-    for (int64_t i = 0; i < n_nodes; i++) {
-        const pg_node *n = &nodes[i];
-        int changed = 0, rc = 0;
+    for (int64_t i = 0; i < e->n_nodes; i++) {
+        const pg_node *n = &e->nodes[i];
+        int changed = 0, rc;
         for (int64_t s = n->first; s < n->last; s++) {
-            uint64_t value = bases[slots[s].region] + (uint64_t)slots[s].delta;
-            if (words[slots[s].word] != value) {
-                words[slots[s].word] = value;
+            uint64_t value = bases[e->slots[s].region] + (uint64_t)e->slots[s].delta;
+            uint64_t *word = &e->words[e->slots[s].word];
+            if (*word != value) {
+                *word = value;
                 changed = 1;
             }
         }
@@ -55,18 +64,16 @@ int pg_launch(const pg_calls *calls, void *exec, void *ctx, void *stream,
             continue;
         count++;
         if (n->kind == 0)
-            rc = calls->kernel(exec, n->node, n->params);
+            rc = e->calls->kernel(e->exec, n->node, n->params);
         else if (n->kind == 1)
-            rc = calls->copy(exec, n->node, n->params, ctx);
+            rc = e->calls->copy(e->exec, n->node, n->params, e->ctx);
         else
-            rc = calls->fill(exec, n->node, n->params, ctx);
-        if (rc) {
-            *rewritten = count;
-            return rc;
-        }
+            rc = e->calls->fill(e->exec, n->node, n->params, e->ctx);
+        if (rc)
+            return -rc;
     }
-    *rewritten = count;
-    return calls->launch(exec, stream);
+    int rc = e->calls->launch(e->exec, stream);
+    return rc ? -rc : count;
 }
 
 typedef int (*fn_map)(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags);

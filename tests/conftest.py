@@ -1,0 +1,49 @@
+"""Fixtures for every test: a fresh process state, fixed seeds, no test on a GPU that is not there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# torch traces every compilation on this logger, which would bury the report of a failed test.
+logging.getLogger("torch.__trace").propagate = False
+# Compiling and slow machines: hypothesis must not call an example flaky for the time it took.
+settings.register_profile("pgraph", deadline=None)
+settings.load_profile("pgraph")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/gpu is marked, and skipped where there is no CUDA device."""
+    for item in items:
+        if pathlib.Path(item.path).parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    """Same seed for each test; no compiled code, no capture and no driver survives it."""
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+        gc.collect()  # Dynamo's own reference cycles hold the compiled code, and with it the runners
+    if "pgraph.backend" in sys.modules:
+        sys.modules["pgraph.backend"].reset()
+
+
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """Compiled C++ goes to a directory of this session, and comes from nowhere else."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder

@@ -1,0 +1,108 @@
+"""Shared by the host-driver tests: compile, compare with eager, and make sure that a launch happened."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+import pgraph
+
+TIGHT = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def host(fn: Any, codegen: str = "aten", *, dynamic: bool | None = False, **options: Any) -> Any:
+    """`fn` compiled by pgraph on the host driver; every safe run of ops is captured, however small."""
+    chosen = {"driver": "host", "codegen": codegen, "min_ops": 1, **options}
+    return torch.compile(fn, backend="pgraph", dynamic=dynamic, options=chosen)
+
+
+@contextlib.contextmanager
+def launching(at_least: int = 1) -> Iterator[None]:
+    """The block was served by launches, and no partition fell back."""
+    before = pgraph.report().launches
+    yield
+    after = pgraph.report()
+    assert after.launches >= before + at_least, f"only {after.launches - before} launches\n{after}"
+    assert after.fallbacks == 0, str(after)
+
+
+def same(got: Any, want: Any, **tolerance: float) -> None:
+    """Equal in structure, layout and value; exactly, unless a tolerance is given."""
+    got_leaves, got_spec = tree_flatten(got)
+    want_leaves, want_spec = tree_flatten(want)
+    assert got_spec == want_spec
+    for g, w in zip(got_leaves, want_leaves, strict=True):
+        if isinstance(w, Tensor):
+            assert g.shape == w.shape
+            assert g.dtype == w.dtype
+            assert g.requires_grad == w.requires_grad
+            torch.testing.assert_close(g, w, **(tolerance or {"rtol": 0, "atol": 0}), equal_nan=True)
+        else:
+            assert g == w
+
+
+def agree(
+    fn: Callable[..., Any], compiled: Callable[..., Any], inputs: Callable[[], Sequence[Any]], calls: int = 4
+) -> None:
+    """Function and compiled function agree exactly, on new inputs at each call, by launches."""
+    compiled(*inputs())
+    with launching(calls - 1):
+        for _ in range(calls):
+            given = inputs()
+            twin = copies(given)
+            same(compiled(*given), fn(*twin))
+            same(list(given), list(twin))  # what it mutated
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Independent tensors of the same values; the same tensor twice stays so."""
+    made: dict[int, Any] = {}
+    return [
+        made.setdefault(id(v), v.detach().clone().requires_grad_(v.requires_grad)) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
+def train(module: nn.Module, call: Callable[..., Tensor], *inputs: Tensor) -> dict[str, Tensor]:
+    """Output, gradients and buffers after one forward and backward."""
+    module.zero_grad()
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = call(*given)
+    out.sum().backward()
+    found = {"out": out.detach()}
+    found |= {f"input {i}": x.grad for i, x in enumerate(given) if x.grad is not None}
+    found |= {f"grad {k}": p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
+    return found | {f"buffer {k}": b.clone() for k, b in module.named_buffers()}
+
+
+class MLP(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b, self.p = nn.Linear(8, 16), nn.Linear(16, 4), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.dropout(self.a(x).relu(), self.p, self.training))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, dim: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down, self.heads = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))

@@ -1,0 +1,259 @@
+"""What callers may do with arguments and results: mutate, alias, offset, reshape. Against eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import agree, host, launching, same
+from torch import Tensor, nn
+
+import pgraph
+from pgraph.safety import mark_unsafe, unmark_unsafe
+
+
+def test_mutation_of_inputs() -> None:
+    """The launch writes into today's input, not into the one that was captured."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        y[1:].mul_(2)
+        return x * y
+
+    agree(fn, host(fn), lambda: (torch.randn(4, 4), torch.randn(4, 4)))
+
+
+def test_mutation_of_buffers() -> None:
+    """A buffer that was replaced between calls is mutated where it is now."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total.add_(x.sum(0))
+            return x - self.total
+
+    module, twin = Counter(), Counter()
+    compiled = host(module)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        same(compiled(x), twin(x))
+    with launching(4):
+        for call in range(4):
+            if call == 2:
+                module.total, twin.total = module.total.clone(), twin.total.clone()
+            x = torch.randn(3, 4)
+            same(compiled(x), twin(x))
+            same(module.total, twin.total)
+
+
+def test_views_go_in_and_come_out() -> None:
+    """Transposed, strided and offset inputs; results that are views of inputs and of one another."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = (x + 1).contiguous()
+        return y, y[1:], y[1:].view(-1), x[0], x
+
+    big = torch.randn(10, 64)
+    compiled = host(fn)
+    agree(fn, compiled, lambda: (torch.randn(64).as_strided((4, 4), (8, 2)),))
+    compiled(big[:4, 16:32:4])
+    with launching(3):
+        for row in (0, 1, 5):
+            x = big[row : row + 4, 16:32:4]
+            y, tail, flat, first, itself = compiled(x)
+            assert itself is x
+            assert first.data_ptr() == x.data_ptr()
+            assert tail.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+            tail.zero_()
+            same(flat, torch.zeros(12))
+            same(y[1:], tail)
+            same(y[0], x[0] + 1)
+
+
+def test_an_input_may_be_returned() -> None:
+    """The very tensor comes back, also from a launch."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + y
+
+    compiled = host(fn)
+    compiled(torch.randn(4), torch.randn(4))
+    with launching(2):
+        for _ in range(2):
+            x, y = torch.randn(4), torch.randn(4)
+            out = compiled(x, y)
+            assert out[0] is x
+            same(out[1], x + y)
+
+
+def test_one_tensor_twice() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x * y
+
+    def twice() -> tuple[Tensor, Tensor]:
+        x = torch.randn(4)
+        return x, x
+
+    compiled = host(fn)
+    agree(fn, compiled, twice)
+    agree(fn, compiled, lambda: (torch.randn(4), torch.randn(4)))
+    agree(fn, compiled, twice)
+
+
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_two_inputs_in_one_storage_then_in_two(first: str) -> None:
+    """Hazard 9, and the reverse. Neither order of meeting them matters."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ y, x.sum(0) - y
+
+    def one() -> tuple[Tensor, Tensor]:
+        both = torch.randn(2, 4, 4)
+        return both[0], both[1]
+
+    def overlapping() -> tuple[Tensor, Tensor]:
+        row = torch.randn(32)
+        return row[:16].view(4, 4), row[8:24].view(4, 4)
+
+    def two() -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 4), torch.randn(4, 4)
+
+    compiled = host(fn)
+    kinds: list[Any] = [one, two, overlapping] if first == "one" else [two, overlapping, one]
+    for kind in kinds * 2:
+        agree(fn, compiled, kind, calls=2)
+
+
+def test_offset_and_misaligned_inputs() -> None:
+    """Hazard 10: a less aligned address needs a capture of its own, which serves better ones too."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 2).cumsum(0)
+
+    compiled = host(fn)
+    buffer = torch.randn(64)
+    start = (-buffer.data_ptr() // 4) % 4  # elements up to the next 16 bytes
+    for shift, captures in ((0, 1), (4, 1), (1, 2), (8, 2), (5, 2), (2, 2)):
+        x = buffer[start + shift : start + shift + 16]
+        compiled(x)
+        compiled(x)
+        with launching():
+            same(compiled(x), fn(x))
+        assert pgraph.report().captures == captures, f"shift {shift}"
+
+
+def test_empty_tensors() -> None:
+    """Nothing to compute, and nothing to point to."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, torch.cat([x, y]), (x @ x.t()).sum(), y + 1
+
+    agree(fn, host(fn), lambda: (torch.randn(0, 3), torch.randn(2, 3)))
+    agree(fn, host(fn), lambda: (torch.randn(0, 3), torch.randn(0, 3)))
+
+
+def test_a_new_shape_is_a_new_capture() -> None:
+    """Static shapes: Dynamo compiles anew."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + 1).sum(-1)
+
+    compiled = host(fn)
+    for n in (2, 3, 4):
+        agree(fn, compiled, lambda n=n: (torch.randn(n, 5),), calls=2)
+    assert pgraph.report().captures == 3
+
+
+def test_one_graph_for_many_shapes() -> None:
+    """dynamic=True: one compilation, a template per set of sizes."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + x.shape[0]).cumsum(0)
+
+    compiled = host(fn, dynamic=True)
+    for n in (2, 3, 7, 3, 2):
+        agree(fn, compiled, lambda n=n: (torch.randn(n, 5),), calls=2)
+    assert len(pgraph.report().partitions) == 1
+    assert pgraph.report().captures == 3
+
+
+def test_captures_are_bounded_least_recently_used_first() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.cumsum(0) * 2
+
+    compiled = host(fn, dynamic=True, max_captures=2)
+
+    def captures_after(n: int) -> int:
+        for _ in range(3):
+            x = torch.randn(n, 5)
+            same(compiled(x), fn(x))
+        assert len(pgraph.stats.live_partitions()[0].variants()) <= 2
+        return pgraph.report().captures
+
+    assert [captures_after(n) for n in (2, 3, 2, 4, 2, 3)] == [1, 2, 2, 3, 3, 4]
+
+
+@pytest.fixture
+def marked() -> Any:
+    mark_unsafe("aten::sin", "is marked by a test", "unmark it")
+    yield
+    unmark_unsafe("aten::sin")
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_marked_op_in_the_middle() -> None:
+    """What stands around it is captured, and mutation keeps its place in the program."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        a = x * 2
+        y.add_(a)
+        b = torch.sin(y) + torch.sin(a)
+        y.mul_(b)
+        return y - x
+
+    agree(fn, host(fn), lambda: (torch.randn(4), torch.randn(4)))
+    (outside,) = pgraph.report().outside
+    assert [r.code for r in outside[1]] == ["marked"]
+    assert outside[1][0].where
+    assert len(pgraph.report().partitions) == 2
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_marked_op_in_the_backward() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cos(x * 2) * 3
+
+    compiled = host(fn)
+    for _ in range(2):
+        compiled(torch.randn(4, requires_grad=True)).sum().backward()
+    with launching(3):
+        x = torch.randn(4, requires_grad=True)
+        got = torch.autograd.grad(compiled(x).sum(), x)
+    same(got, torch.autograd.grad(fn(x).sum(), x))
+
+
+def test_a_size_that_depends_on_data_in_the_middle() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = x * 2 + 1
+        found = torch.nonzero(a > 0)
+        return found * 3, a.cumsum(0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        agree(fn, host(fn), lambda: (torch.randn(6),))
+    assert any("dynamic-shape" in str(p) for p in pgraph.report().outside)
+
+
+def test_a_number_read_on_the_host_in_the_middle() -> None:
+    def fn(x: Tensor) -> Tensor:
+        a = (x * 2).cumsum(0)
+        n = a.argmax().item()  # a float would be turned back into a tensor
+        return (a + 1).cumsum(0) * n
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        agree(fn, host(fn), lambda: (torch.randn(6),), calls=3)
+    assert any("host" in str(p) for p in pgraph.report().outside)

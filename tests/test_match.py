@@ -1,0 +1,185 @@
+"""The matcher: each row of its table, and structure that must not differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+
+from pgraph.errors import MatchError
+from pgraph.match import RangeMap, match
+from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+
+A, B = 0x7000_0000_0000, 0x7100_0000_0000
+FRAMEWORK = 0x7F00_0000_0000
+SPAN = 1 << 20
+
+
+def recording(base: int, *words: int, gap: int = 0, death: int | None = None) -> Recording:
+    """One node with these words; an input of 64 bytes at base + 0x1000, a temporary at + 0x8000 + gap."""
+    node = NodeRecord("kernel", "k", ("grid", 1), struct.pack(f"={len(words)}Q", *words))
+    allocations = (
+        Allocation(base + 0x1000, 64, 0, None, slack=256),
+        Allocation(base + 0x8000 + gap, 64, 0, death, slack=256),
+    )
+    return Recording((node,), allocations, 1, (OutputSpec(region=1),), (base, base + SPAN), None)
+
+
+def pair(a: tuple[int, ...], b: tuple[int, ...], **how: int | None) -> tuple[Recording, Recording]:
+    """Two recordings that differ in the words and in where the second region lies."""
+    return recording(A, *a, **how), recording(B, *b, gap=0x200, **how)
+
+
+def outside() -> RangeMap:
+    return RangeMap([(FRAMEWORK, 4096, 0)])
+
+
+def test_equal_words_are_constants() -> None:
+    """Row 2: a size, or a host address, is never rewritten, whatever it looks like."""
+    a, b = pair((7, 0x5555_0000_1234), (7, 0x5555_0000_1234))
+    assert match(a, b, framework=outside()) == ()
+
+
+def test_an_equal_word_in_framework_memory_is_refused() -> None:
+    """Row 1: memory that is no argument may be gone tomorrow."""
+    a, b = pair((FRAMEWORK + 8,), (FRAMEWORK + 8,))
+    with pytest.raises(MatchError, match=r"hidden-pointer.*word 0 of node 0 \(kernel k\)"):
+        match(a, b, framework=outside())
+    assert match(a, b) == (), "without knowing the framework's memory there is nothing to refuse"
+
+
+def test_the_codes_own_constants_may_be_pointed_to() -> None:
+    """Row 1's exception: tensors that live as long as the template."""
+    a, b = pair((FRAMEWORK + 8,), (FRAMEWORK + 8,))
+    assert match(a, b, framework=outside(), constants=RangeMap([(FRAMEWORK, 64, 0)])) == ()
+    with pytest.raises(MatchError, match="hidden-pointer"):
+        match(a, b, framework=outside(), constants=RangeMap([(FRAMEWORK + 64, 64, 0)]))
+
+
+@pytest.mark.parametrize("delta", [0, 8, 63, 64, 255, -1, -256])
+def test_same_region_and_delta_is_a_slot(delta: int) -> None:
+    """Row 3, with pointers into, before and past the range."""
+    a, b = pair((3, A + 0x8000 + delta), (3, B + 0x8200 + delta))
+    assert match(a, b) == (Slot(0, 8, 1, delta),)
+
+
+def test_a_region_already_dead_is_left_over_padding() -> None:
+    """Row 4: program order says the region is dead before this node."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,), death=0)
+    assert match(a, b) == ()
+    a, b = pair((A + 0x8000,), (B + 0x8200,), death=1)
+    assert match(a, b) == (Slot(0, 0, 1, 0),)
+
+
+def test_a_region_not_yet_born_is_left_over_padding() -> None:
+    """Row 4, the other end of a lifetime."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+
+    def late(r: Recording) -> Recording:
+        born = dataclasses.replace(r.allocations[1], birth=1)
+        return dataclasses.replace(r, allocations=(r.allocations[0], born))
+
+    assert match(late(a), late(b)) == ()
+    assert match(a, b) != ()
+
+
+@pytest.mark.parametrize(
+    ("word_a", "word_b", "text"),
+    [
+        (A + 0x8000, B + 0x8208, r"region 1\+0 in one capture and region 1\+8"),
+        (A + 0x8000, B + 0x1000, r"region 1\+0 in one capture and region 0\+0"),
+        (A + 0x8000, B + 0x4000, r"region 1\+0 in one capture and no region"),
+        (A + 0x4000, B + 0x4000, "no region in one capture and no region"),
+        # As far from the first region in both: only the other gap in front of the second tells.
+        (A + 0x8000, B + 0x8000, r"region 1\+0 in one capture and region 1-512|no region"),
+    ],
+)
+def test_ghosts_that_disagree_are_ambiguous(word_a: int, word_b: int, text: str) -> None:
+    """Row 5: never a guess."""
+    a, b = pair((word_a,), (word_b,))
+    with pytest.raises(MatchError, match=f"ambiguous-word.*({text})"):
+        match(a, b)
+
+
+@pytest.mark.parametrize("other", [0, B + 0x8200, FRAMEWORK + 16])
+def test_a_word_that_moved_in_framework_memory_is_ambiguous(other: int) -> None:
+    """Row 6: one value there is enough."""
+    for words in ((FRAMEWORK + 8, other), (other, FRAMEWORK + 8)):
+        a, b = pair(words[:1], words[1:])
+        with pytest.raises(MatchError, match="ambiguous-word.*device memory"):
+            match(a, b, framework=outside())
+
+
+@pytest.mark.parametrize(("word_a", "word_b"), [(1, 2), (A + 0x8000, 5), (B + 0x8200, A + 0x8000), (2**64 - 1, 0)])
+def test_other_words_that_differ_are_padding(word_a: int, word_b: int) -> None:
+    """Row 7: garbage is common and harmless, even if one side looks like a ghost."""
+    a, b = pair((word_a,), (word_b,))
+    assert match(a, b, framework=outside()) == ()
+
+
+def test_bytes_after_the_last_whole_word_are_no_pointer() -> None:
+    """Parameters need not be a multiple of eight bytes long."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+
+    def longer(r: Recording, tail: bytes) -> Recording:
+        node = dataclasses.replace(r.nodes[0], params=r.nodes[0].params + tail)
+        return dataclasses.replace(r, nodes=(node,))
+
+    assert match(longer(a, b"abc"), longer(b, b"xyz")) == (Slot(0, 0, 1, 0),)
+
+
+def _without_nodes(r: Recording) -> Recording:
+    return dataclasses.replace(r, nodes=())
+
+
+def _node(**change: object) -> object:
+    return lambda r: dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], **change),))
+
+
+def _second(**change: object) -> object:
+    def edit(r: Recording) -> Recording:
+        other = dataclasses.replace(r.allocations[1], **change)
+        return dataclasses.replace(r, allocations=(r.allocations[0], other))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "code"),
+    [
+        (_without_nodes, "nodes-differ"),
+        (_node(kind="memcpy"), "nodes-differ"),
+        (_node(header=("grid", 2)), "nodes-differ"),
+        (_node(params=b"\0" * 16), "nodes-differ"),
+        (_second(nbytes=65), "allocations-differ"),
+        (_second(birth=1), "allocations-differ"),
+        (lambda r: dataclasses.replace(r, allocations=r.allocations[:1]), "allocations-differ"),
+        (lambda r: dataclasses.replace(r, n_inputs=2), "allocations-differ"),
+        (lambda r: dataclasses.replace(r, outputs=(OutputSpec(region=0),)), "outputs-differ"),
+        (lambda r: dataclasses.replace(r, ghost_range=(A, A + SPAN)), "ghosts-overlap"),
+    ],
+)
+def test_two_captures_must_have_one_structure(edit: object, code: str) -> None:
+    """Anything but addresses that differs means that the two runs did not do the same."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+    assert match(a, b)
+    with pytest.raises(MatchError) as caught:
+        match(a, edit(b))  # type: ignore[operator]
+    assert caught.value.reason.code == code
+    assert caught.value.reason.fix
+
+
+def test_range_map_finds_only_what_lies_inside() -> None:
+    """First and last byte, slack on either side, empty ranges as one byte."""
+    ranges = RangeMap([(1000, 10, 0), (100, 0, 0), (2000, 10, 5)])
+    assert ranges.find(999) is None
+    assert ranges.find(1000) == (0, 0)
+    assert ranges.find(1009) == (0, 9)
+    assert ranges.find(1010) is None
+    assert ranges.find(100) == (1, 0)
+    assert ranges.find(101) is None
+    assert ranges.find(1995) == (2, -5)
+    assert ranges.find(2014) == (2, 14)
+    assert ranges.find(2015) is None
+    assert RangeMap([]).find(0) is None

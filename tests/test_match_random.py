@@ -1,0 +1,163 @@
+"""The matcher on random captures: exactly the planted slots, and never a wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgraph.errors import MatchError
+from pgraph.match import RangeMap, match
+from pgraph.template import Allocation, NodeRecord, Recording, Slot
+
+LOW = (0x7000_0000_0000, 0x7100_0000_0000)
+FRAMEWORK = (0x7F00_0000_0000, 1 << 16)
+FOREIGN = RangeMap([(*FRAMEWORK, 0)])
+SLACK = 32
+
+
+@dataclasses.dataclass
+class Case:
+    """Two captures as a driver would leave them, and what is hidden in them.
+
+    Args:
+        sizes: bytes of each region.
+        lives: (birth, death) of each region.
+        bases: per capture, the address of each region.
+        nodes: per node, the words, each ("slot", region, delta), ("same", v) or ("two", va, vb).
+    """
+
+    sizes: list[int]
+    lives: list[tuple[int, int | None]]
+    bases: tuple[list[int], list[int]]
+    nodes: list[list[tuple[Any, ...]]]
+
+    def params(self, node: int, bases: list[int], capture: int) -> bytes:
+        words = []
+        for kind, *facts in self.nodes[node]:
+            words.append(bases[facts[0]] + facts[1] if kind == "slot" else facts[0 if kind == "same" else capture])
+        return struct.pack(f"={len(words)}Q", *words)
+
+    def recording(self, capture: int) -> Recording:
+        bases = self.bases[capture]
+        allocations = tuple(
+            Allocation(address, size, *life, slack=SLACK)
+            for address, size, life in zip(bases, self.sizes, self.lives, strict=True)
+        )
+        nodes = tuple(
+            NodeRecord("kernel", f"k{i}", (), self.params(i, bases, capture)) for i in range(len(self.nodes))
+        )
+        return Recording(nodes, allocations, 0, (), (LOW[capture], LOW[capture] + (1 << 32)), None)
+
+    def planted(self) -> set[Slot]:
+        return {
+            Slot(i, 8 * w, word[1], word[2])
+            for i, words in enumerate(self.nodes)
+            for w, word in enumerate(words)
+            if word[0] == "slot"
+        }
+
+    def alive(self, node: int) -> list[int]:
+        return [r for r, (birth, death) in enumerate(self.lives) if birth <= node and (death is None or node < death)]
+
+
+def is_free(value: int) -> bool:
+    """Neither a ghost nor the framework's: what constants and garbage look like."""
+    ghost = any(low - SLACK <= value < low + (1 << 32) for low in LOW)
+    return not ghost and FOREIGN.find(value) is None
+
+
+free_words = st.one_of(
+    st.integers(0, 4096), st.integers(0, 2**64 - 1), st.sampled_from([LOW[0] - 4096, 2**64 - 1, 1 << 47])
+).filter(is_free)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    n_nodes = draw(st.integers(1, 5))
+    n_regions = draw(st.integers(1, 6))
+    sizes = draw(st.lists(st.integers(0, 4096), min_size=n_regions, max_size=n_regions))
+    lives = []
+    for _ in range(n_regions):
+        birth = draw(st.integers(0, n_nodes - 1))
+        lives.append((birth, draw(st.one_of(st.none(), st.integers(birth, n_nodes)))))
+    bases: tuple[list[int], list[int]] = ([], [])
+    for capture in (0, 1):
+        at = LOW[capture]
+        for size in sizes:
+            # Gaps of the two captures are never the same, as the driver's are not (Note [Two layouts]).
+            at += 2 * SLACK + 8 * (2 * draw(st.integers(0, 50)) + capture)
+            bases[capture].append(at)
+            at += max(size, 1)
+    case = Case(sizes, lives, bases, [])
+    for i in range(n_nodes):
+        alive = case.alive(i)
+        dead = [r for r in range(n_regions) if r not in alive]
+        words: list[tuple[Any, ...]] = []
+        for kind in draw(st.lists(st.sampled_from(["slot", "same", "garbage", "stale"]), max_size=6)):
+            if kind == "slot" and alive:
+                region = draw(st.sampled_from(alive))
+                words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
+            elif kind == "stale" and dead:
+                olds = [draw(st.sampled_from(dead)) for _ in LOW]
+                words.append(("two", *(bases[c][r] for c, r in enumerate(olds))))
+            elif kind == "garbage":
+                words.append(("two", draw(free_words), draw(free_words)))
+            else:
+                words.append(("same", draw(free_words)))
+        case.nodes.append(words)
+    return case
+
+
+@given(cases())
+def test_the_slots_are_exactly_the_planted_ones(case: Case) -> None:
+    """Constants, garbage and left-over addresses around them change nothing."""
+    slots = match(case.recording(0), case.recording(1), framework=FOREIGN)
+    assert set(slots) == case.planted()
+    assert len(slots) == len(set(slots))
+
+
+@given(cases(), st.data())
+def test_rebinding_equals_rendering_at_the_new_addresses(case: Case, data: st.DataObject) -> None:
+    """The proof of the pudding: write new bases through the slots, compare with the real thing."""
+    first = case.recording(0)
+    slots = match(first, case.recording(1), framework=FOREIGN)
+    new = [data.draw(st.integers(1 << 20, 1 << 46)) for _ in case.sizes]
+    for i, node in enumerate(first.nodes):
+        params = bytearray(node.params)
+        for slot in slots:
+            if slot.node == i:
+                struct.pack_into("=Q", params, slot.offset, new[slot.region] + slot.delta)
+        assert bytes(params) == case.params(i, new, capture=0)
+
+
+@given(cases(), st.data())
+def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
+    """One word that two captures see differently, among any others, is never given an address."""
+    node = data.draw(st.integers(0, len(case.nodes) - 1))
+    alive = case.alive(node)
+    kind = data.draw(st.sampled_from(["delta", "region", "nowhere", "framework"] if alive else ["framework"]))
+    region = data.draw(st.sampled_from(alive)) if alive else 0
+    here = [bases[region] for bases in case.bases]
+    if kind == "delta":
+        shift = data.draw(st.integers(1, max(case.sizes[region], 1) + SLACK - 1))
+        word = ("two", here[0], here[1] + shift)
+    elif kind == "region":
+        other = data.draw(st.integers(0, len(case.sizes) - 1).filter(lambda r: r != region or len(case.sizes) == 1))
+        word = ("two", here[0], case.bases[1][other] + (1 if other == region else 0))
+    elif kind == "nowhere":
+        word = ("two", here[0], LOW[1] + (1 << 31))
+    else:
+        inside = FRAMEWORK[0] + data.draw(st.integers(0, FRAMEWORK[1] - 1))
+        values = data.draw(st.permutations([inside, data.draw(free_words)]))
+        word = ("two", *values)
+    at = data.draw(st.integers(0, len(case.nodes[node])))
+    case.nodes[node].insert(at, word)
+    with pytest.raises(MatchError) as caught:
+        match(case.recording(0), case.recording(1), framework=FOREIGN)
+    assert caught.value.reason.code == "ambiguous-word"
+    assert f"word {8 * at} of node {node} " in str(caught.value)
