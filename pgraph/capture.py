@@ -122,6 +122,24 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(r)
         self._known[address] = r
 
+    def all_gone(self) -> None:
+        """Make sure that the program kept none of the ghosts.
+
+        Raises:
+            CaptureError: it did (an op that remembers its arguments, say). The addresses are then
+                never given back, so that whoever holds such a tensor can at least not read another's.
+        """
+        kept = [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
+        if kept:
+            self._session.arena.leaked = True
+            raise CaptureError(
+                Reason(
+                    "ghost-kept",
+                    f"the code kept {len(kept)} of the tensors that it was captured with",
+                    "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
+                )
+            )
+
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves, dated by the arena's position."""
         tracked = {r.address: r for r in self.ranges}
@@ -204,8 +222,11 @@ def _record(
     recorder.add_hidden()
     ranges, moved = _merge(recorder.ranges, n_inputs)
     specs = tuple(_output_spec(r, recorder.ranges, moved, ranges, n_inputs, session.arena) for r in results)
+    del results
+    recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
-    return Recording(nodes, allocations, n_inputs, specs, (session.arena.low, session.arena.position), graph)
+    ghosts = (session.arena.low, session.arena.position)
+    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph)
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:

@@ -294,7 +294,8 @@ class HostDriver(Driver):
         try:
             yield arena
         finally:
-            arena.close()
+            if not arena.leaked:
+                arena.close()
 
     @contextlib.contextmanager
     def capture(self, arena: Arena) -> Iterator[Session]:
