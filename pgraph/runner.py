@@ -155,10 +155,13 @@ class PartitionRunner:
             args[position] = None
         try:
             results, rewritten = launcher(inputs, addresses)
-        except LaunchError as e:  # nothing has run, nothing was released
+        except (LaunchError, DriverError) as e:
+            assert variant is not None
+            self._refuse(variant, _launch_failed(e))
+            if isinstance(e, DriverError):  # a part has run
+                raise
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
-            self._refuse(variant, _launch_failed(e))
             return self._run_plainly(args, None)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
