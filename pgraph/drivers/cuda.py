@@ -37,9 +37,10 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph import native
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
-from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
+from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, anchor_node, chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError
 from pgraph.match import RangeMap
@@ -56,8 +57,11 @@ _CAPTURE_LOCK = threading.RLock()
 class CudaSession(Session):
     """A stream capture under way on pgraph's own stream."""
 
-    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools) -> None:
+    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, anchor: int) -> None:
         self.arena: CudaArena = arena
+        self._anchor = anchor
+        library = native.load()
+        self._scrub = library.pg_scrub_stack if library is not None else None
         self._stream = stream
         self._pools = pools
         self._hidden: list[HiddenAllocation] = []
@@ -77,6 +81,8 @@ class CudaSession(Session):
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pools.refresh()
+        if self._scrub is not None:
+            self._scrub()
         return op(*args, **kwargs)
 
     def patches(
@@ -94,7 +100,10 @@ class CudaSession(Session):
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.chain = chain_of(graph)
-        return owner, tuple(read_node(node) for node in owner.chain)
+        records = tuple(read_node(node) for node in owner.chain)
+        for node, record in zip(owner.chain, records, strict=True):
+            anchor_node(node, record, self._anchor)
+        return owner, records
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden
@@ -130,6 +139,7 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
+        self._anchor: torch.Tensor | None = None  # Note [Copies are anchored]
 
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         return _CAPTURE_LOCK
@@ -153,7 +163,7 @@ class CudaDriver(Driver):
             stack.enter_context(allocator_trace())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
-            session = CudaSession(arena, stream, pools)
+            session = CudaSession(arena, stream, pools, self._anchor_address())
             try:
                 yield session
             finally:
@@ -185,10 +195,16 @@ class CudaDriver(Driver):
         return torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
+        self._anchor = None
         if self._raw_stream is not None:
             torch.cuda.synchronize(self.device)
             _check(cu.cuStreamDestroy(self._raw_stream))
             self._stream = self._raw_stream = None
+
+    def _anchor_address(self) -> int:
+        if self._anchor is None:
+            self._anchor = torch.empty(512, dtype=torch.uint8, device=self.device)
+        return self._anchor.data_ptr()
 
     def _capture_stream(self) -> torch.cuda.Stream:
         # Not one of torch's pooled streams: the program may be using any of those.
@@ -207,8 +223,9 @@ def _refuse_foreign_graphs() -> None:
         CaptureError: the program holds CUDA graphs that it captured by itself.
     """
     things = gc.get_objects()
+    # By type(), not isinstance(): that would ask weak proxies, whose objects may be gone.
     of_trees = {id(t.graph) for t in things if type(t).__name__ == "CUDAGraphNode" and hasattr(t, "graph")}
-    foreign = sum(isinstance(t, torch.cuda.CUDAGraph) and id(t) not in of_trees for t in things)
+    foreign = sum(issubclass(type(t), torch.cuda.CUDAGraph) and id(t) not in of_trees for t in things)
     if foreign:
         raise CaptureError(
             Reason(

@@ -26,10 +26,11 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
-__all__ = ["CudaExec", "CudaGraph", "chain_of", "check", "read_node"]
+__all__ = ["CudaExec", "CudaGraph", "anchor_node", "chain_of", "check", "read_node"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
+_COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
 _KIND = {"kernel": 0, "memcpy": 1, "memset": 2}
 _HOST_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_HOST
 _ARRAY_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
@@ -108,6 +109,34 @@ def read_node(node: Any) -> NodeRecord:
         (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
         return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
     raise CaptureError(_node_reason(f"a node of type {kind.name}"))
+
+
+def anchor_node(node: Any, record: NodeRecord, address: int) -> None:
+    """Point a copy or fill node of a captured graph at ordinary memory.
+
+    Note [Copies are anchored]
+    An exec's copy and fill nodes take new addresses only from the context that the addresses had when
+    it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none: every later
+    change fails with CUDA_ERROR_INVALID_VALUE. So the node is given an ordinary address first. It is
+    never used: all slots are written before a launch.
+
+    Args:
+        address: of memory that the framework's allocator holds.
+
+    Raises:
+        CaptureError: the driver does not take it.
+    """
+    if record.kind == "kernel":
+        return
+    words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+    if record.kind == "memcpy":
+        words[_COPY_FROM] = words[_COPY_TO] = address
+        setter = _calls()[0][4]
+    else:
+        words[_FILL_TO] = address
+        setter = _calls()[0][5]
+    if setter(int(node), ctypes.addressof(words)):
+        raise CaptureError(_node_reason(f"a {record.kind} node"))
 
 
 def _node_reason(what: str) -> Reason:
@@ -229,19 +258,21 @@ class _ExecEntry(ctypes.Structure):
 
 @functools.cache
 def _calls() -> Any:
-    """`pg_calls`: the driver functions that a launch needs."""
+    """The driver functions called by hand, and `pg_calls`: the table of those that a launch needs."""
     lib = ctypes.CDLL("libcuda.so.1")
     functions = [
         lib.cuGraphExecKernelNodeSetParams_v2,
         lib.cuGraphExecMemcpyNodeSetParams,
         lib.cuGraphExecMemsetNodeSetParams,
         lib.cuGraphLaunch,
+        lib.cuGraphMemcpyNodeSetParams,
+        lib.cuGraphMemsetNodeSetParams,
     ]
-    kernel, copy, fill, launch = functions
+    kernel, copy, fill, launch, anchor_copy, anchor_fill = functions
     kernel.argtypes = [ctypes.c_void_p] * 3
     copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 4
-    launch.argtypes = [ctypes.c_void_p] * 2
-    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
+    launch.argtypes = anchor_copy.argtypes = anchor_fill.argtypes = [ctypes.c_void_p] * 2
+    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions[:4]])
     return functions, table
 
 
@@ -350,7 +381,7 @@ class CudaExec(Exec):
         return code
 
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
-        (kernel, copy, fill, launch), _ = _calls()
+        kernel, copy, fill, launch = _calls()[0][:4]
         handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
         for entry in self._entries:
             changed = False

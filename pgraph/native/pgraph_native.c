@@ -80,6 +80,15 @@ int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
     return rc ? -rc : count;
 }
 
+/* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find
+ * it; without old addresses lying about there, fewer captures are ambiguous. */
+void pg_scrub_stack(void)
+{
+    volatile char old[96 << 10];
+    for (size_t i = 0; i < sizeof old; i++)
+        old[i] = 0;
+}
+
 typedef int (*fn_map)(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags);
 typedef int (*fn_access)(uint64_t address, size_t size, const void *desc, size_t count);
 
