@@ -230,7 +230,8 @@ def _refuse_foreign_graphs() -> None:
         raise CaptureError(
             Reason(
                 "foreign-graphs",
-                f"the program holds {foreign} CUDA graphs of its own, whose cuBLAS workspaces a capture would free",
+                f"the program holds {foreign} CUDA graphs of its own, "
+                "whose cuBLAS workspaces a capture would free",
                 "run the compiled model a few times before you capture your own graphs; or drop them and "
                 "call pgraph.reset()",
             )

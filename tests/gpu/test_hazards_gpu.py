@@ -73,9 +73,7 @@ def _record(fn: Callable[[list[Any]], Any], inputs: list[Tensor]) -> Any:
     driver = drivers._get(DEVICE)
     fn(list(inputs))
     with driver.capture_lock(), driver.arena(0) as arena:
-        recording = capture.record(driver, arena, fn, inputs, [256] * len(inputs))
-        driver.release_graph(recording.graph)
-    return recording
+        return capture.record(driver, arena, fn, inputs, [256] * len(inputs))
 
 
 def _scratch_then_smaller(args: list[Any]) -> list[Tensor]:
@@ -128,12 +126,20 @@ def test_cublas_parameters_passed_in_one_buffer_are_rebound() -> None:
 def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
     """Hazard 6: launches write into buffers of their own."""
     compiled = compile_pgraph(lambda x, w: (torch.cat((x @ w, x.clone())) * 2).sum(0), codegen="aten")
-    for _ in range(6):
+    chains: list[Any] = []
+    seen: list[list[bytes]] = []
+    for i in range(6):
         compiled(randn(128, 128), randn(128, 128))
+        if i == 1:
+            chains = [e._source.chain for b in built() for e in b.execs]
+        if chains:
+            seen.append([cuda_nodes.read_node(node).params for chain in chains for node in chain])
     assert_launched(5)
-    for b in built():
-        for i, (node, record) in enumerate(zip(b.graph.chain, b.template.nodes, strict=True)):
-            assert cuda_nodes.read_node(node).params == record.params, f"node {i} was edited: {record.name}"
+    assert all(now == seen[0] for now in seen[1:]), "a launch edited the graph's own nodes"
+    records = [record for b in built() for record in b.template.nodes]
+    for now, record in zip(seen[0], records, strict=True):
+        # Copies are anchored elsewhere on purpose; a kernel is as it was captured.
+        assert record.kind != "kernel" or now == record.params, record.name
 
 
 def test_copy_and_fill_nodes_are_rebound() -> None:
