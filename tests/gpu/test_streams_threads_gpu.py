@@ -21,6 +21,8 @@ from gpu_helpers import (
 )
 from torch import Tensor, nn
 
+import pgraph
+
 pytestmark = pytest.mark.gpu
 
 
