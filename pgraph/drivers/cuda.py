@@ -40,7 +40,7 @@ from cuda.bindings import driver as cu
 from pgraph import native
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
-from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, anchor_node, chain_of, read_node
+from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError
 from pgraph.match import RangeMap
@@ -57,9 +57,8 @@ _CAPTURE_LOCK = threading.RLock()
 class CudaSession(Session):
     """A stream capture under way on pgraph's own stream."""
 
-    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, anchor: int) -> None:
+    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools) -> None:
         self.arena: CudaArena = arena
-        self._anchor = anchor
         library = native.load()
         self._scrub = library.pg_scrub_stack if library is not None else None
         self._stream = stream
@@ -100,10 +99,7 @@ class CudaSession(Session):
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.chain = chain_of(graph)
-        records = tuple(read_node(node) for node in owner.chain)
-        for node, record in zip(owner.chain, records, strict=True):
-            anchor_node(node, record, self._anchor)
-        return owner, records
+        return owner, tuple(read_node(node) for node in owner.chain)
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden
@@ -139,7 +135,6 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
-        self._anchor: torch.Tensor | None = None  # Note [Copies are anchored]
 
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         return _CAPTURE_LOCK
@@ -163,7 +158,7 @@ class CudaDriver(Driver):
             stack.enter_context(allocator_trace())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
-            session = CudaSession(arena, stream, pools, self._anchor_address())
+            session = CudaSession(arena, stream, pools)
             try:
                 yield session
             finally:
@@ -173,6 +168,7 @@ class CudaDriver(Driver):
         self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         with torch.cuda.device(self.device):
+            graph.anchor(nodes, self.device.index)
             return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
 
     def framework_ranges(self) -> RangeMap | None:
@@ -195,16 +191,10 @@ class CudaDriver(Driver):
         return torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
-        self._anchor = None
         if self._raw_stream is not None:
             torch.cuda.synchronize(self.device)
             _check(cu.cuStreamDestroy(self._raw_stream))
             self._stream = self._raw_stream = None
-
-    def _anchor_address(self) -> int:
-        if self._anchor is None:
-            self._anchor = torch.empty(512, dtype=torch.uint8, device=self.device)
-        return self._anchor.data_ptr()
 
     def _capture_stream(self) -> torch.cuda.Stream:
         # Not one of torch's pooled streams: the program may be using any of those.

@@ -26,7 +26,7 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
-__all__ = ["CudaExec", "CudaGraph", "anchor_node", "chain_of", "check", "read_node"]
+__all__ = ["CudaExec", "CudaGraph", "chain_of", "check", "read_node"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -111,32 +111,30 @@ def read_node(node: Any) -> NodeRecord:
     raise CaptureError(_node_reason(f"a node of type {kind.name}"))
 
 
-def anchor_node(node: Any, record: NodeRecord, address: int) -> None:
-    """Point a copy or fill node of a captured graph at ordinary memory.
-
-    Note [Copies are anchored]
-    An exec's copy and fill nodes take new addresses only from the context that the addresses had when
-    it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none: every later
-    change fails with CUDA_ERROR_INVALID_VALUE. So the node is given an ordinary address first. It is
-    never used: all slots are written before a launch.
-
-    Args:
-        address: of memory that the framework's allocator holds.
-
-    Raises:
-        CaptureError: the driver does not take it.
-    """
-    if record.kind == "kernel":
-        return
+def _moved_bytes(record: NodeRecord) -> int:
+    """Bytes from the first to the last that a copy or fill node touches at either end."""
     words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
     if record.kind == "memcpy":
-        words[_COPY_FROM] = words[_COPY_TO] = address
-        setter = _calls()[0][4]
-    else:
-        words[_FILL_TO] = address
-        setter = _calls()[0][5]
-    if setter(int(node), ctypes.addressof(words)):
-        raise CaptureError(_node_reason(f"a {record.kind} node"))
+        width, height, depth = words[22:25]
+        pitch = max(words[9], words[20], width)
+        rows = max(words[10], words[21], height)
+        return pitch * rows * depth
+    pitch, size_of, width, height = words[1], words[2] >> 32, words[3], words[4]
+    return max(pitch * height, width * height * size_of)
+
+
+def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
+    """(address, owner or None) of a range that the framework's allocator holds; nothing is ever done there."""
+    segments = [
+        s
+        for s in torch.cuda.memory_snapshot(include_traces=False)
+        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]
+    largest = max(segments, key=lambda s: s["total_size"], default=None)
+    if largest is not None and largest["total_size"] >= nbytes:
+        return largest["address"], None
+    owner = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    return owner.data_ptr(), owner
 
 
 def _node_reason(what: str) -> Reason:
@@ -286,6 +284,41 @@ class CudaGraph:
     def __init__(self, graph: Any, chain: Sequence[Any]) -> None:
         self.graph = graph
         self.chain = chain
+        self._anchored = False
+
+    def anchor(self, nodes: Sequence[NodeRecord], device: int) -> None:
+        """Point the copy and fill nodes at ordinary memory; to be done before anything is instantiated.
+
+        Note [Copies are anchored]
+        An exec's copy and fill nodes take new addresses only from the context that the old ones had
+        when it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none:
+        every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
+        first, large enough for what they move. It is never used: all slots are written before a launch.
+
+        Raises:
+            CaptureError: the driver does not take it.
+        """
+        if self._anchored:
+            return
+        self._anchored = True
+        moving = [
+            (node, record) for node, record in zip(self.chain, nodes, strict=True) if record.kind != "kernel"
+        ]
+        if not moving:
+            return
+        need = max(_moved_bytes(record) for _, record in moving)
+        address, _holder = _ordinary_range(need, device)
+        for node, record in moving:
+            words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+            if record.kind == "memcpy":
+                words[_COPY_FROM] = words[_COPY_TO] = address
+                code = _calls()[0][4](int(node), ctypes.addressof(words))
+            else:
+                words[_FILL_TO] = address
+                code = _calls()[0][5](int(node), ctypes.addressof(words))
+            if code:
+                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
+                raise CaptureError(_node_reason(what))
 
     def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
         """A copy with the nodes [first, last) only, and those nodes' handles in it."""
