@@ -124,7 +124,7 @@ def _moved_bytes(record: NodeRecord) -> int:
 
 
 def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
-    """(address, owner or None) of a range that the framework's allocator holds; nothing is ever done there."""
+    """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
     segments = [
         s
         for s in torch.cuda.memory_snapshot(include_traces=False)

@@ -75,7 +75,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     recorder = Recorder()
     options = ["-p", "no:logging", "-p", "no:cacheprovider", "-q", "--tb=short", f"--rootdir={ROOT}"]
-    targets = [r for r in rest if (not r.startswith("-") and "::" in r) or r.endswith(".py")] or [str(HERE)]
+    targets = [r for r in rest if not r.startswith("-") and ("::" in r or r.endswith(".py"))] or [str(HERE)]
     status = int(
         pytest.main([*options, *targets, *[r for r in rest if r not in targets]], plugins=[recorder])
     )
