@@ -243,7 +243,9 @@ class PartitionRunner:
 
     def _evict(self) -> None:
         while len(self._variants) > self._options.max_captures:
-            self._variants.popitem(last=False)
+            _, gone = self._variants.popitem(last=False)
+            if gone is self._last:
+                self._last = None
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)
