@@ -121,7 +121,8 @@ def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
     if x.unread:
         return True
     # Constants may be tensors, which `==` would compare element by element.
-    return x.constant is y.constant or (type(x.constant) in _PLAIN and x.constant == y.constant)
+    plain = type(x.constant) is type(y.constant) and type(x.constant) in _PLAIN
+    return x.constant is y.constant or (plain and x.constant == y.constant)
 
 
 class _Matcher:

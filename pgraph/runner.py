@@ -195,22 +195,11 @@ class PartitionRunner:
         if self._driver.is_capturing():
             return None
         with self._lock:
-            variant = next(
-                (
-                    v
-                    for v in reversed(self._variants.values())
-                    if v.launcher and v.addresses(args) is not None
-                ),
-                None,
-            )
+            variant = self._find(args)
             if variant is None:
-                if self.stats.reason is not None:  # captures are over, what there is still serves
+                if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
                     return None
                 variant = self._variant(args)
-            else:
-                self._variants.move_to_end((variant.tensors, variant.others))
-            if variant is None:
-                return None
             if variant.state is State.WARM and self._due(variant):
                 self._capture(variant, args)
             if variant.launcher is not None:
@@ -231,7 +220,7 @@ class PartitionRunner:
             return False
         return threading.get_ident() in variant.threads or variant.runs >= self._options.warmup + 3
 
-    def _variant(self, args: Sequence[Any]) -> Variant | None:
+    def _variant(self, args: Sequence[Any]) -> Variant:
         tensors, others, addresses = [], [], []
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor):
@@ -254,7 +243,9 @@ class PartitionRunner:
 
     def _evict(self) -> None:
         while len(self._variants) > self._options.max_captures:
-            self._variants.popitem(last=False)
+            _, gone = self._variants.popitem(last=False)
+            if gone is self._last:
+                self._last = None
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)

@@ -11,12 +11,15 @@ from support import MLP, host, launching, same, train
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import runner
 from pgraph.drivers import faults
 from pgraph.drivers.faults import HostFaults, inject
 from pgraph.errors import DriverError
 
 CAPTURE_STEPS = ("arena", "begin", "op", "end", "second-end", "instantiate")
 LAUNCH_STEPS = ("set_params", "launch")
+RETRIED = ("arena", "begin", "instantiate")
+"""The device could not, which may pass: tried again after another warm-up, three times in all."""
 
 
 def mutating(x: Tensor, y: Tensor) -> Tensor:
@@ -37,27 +40,44 @@ def test_the_matrix_is_complete() -> None:
     assert set(CAPTURE_STEPS + LAUNCH_STEPS) == set(faults.Step.__args__)
 
 
+def code_of(step: str) -> str:
+    if step in RETRIED:
+        return "device-failed"
+    return "launch-failed" if step in LAUNCH_STEPS else "capture-failed"
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.name.startswith("pgraph") and r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in records]
+
+
 @pytest.mark.parametrize("count", [1, 1_000_000], ids=["once", "always"])
 @pytest.mark.parametrize("step", CAPTURE_STEPS + LAUNCH_STEPS)
 def test_results_stay_right(step: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
-    """During the failure and after it, with one warning and a reason that says what happened."""
+    """During the failure and after it; one warning and a reason that says what happened, or a capture."""
+    passes = step in RETRIED and count == 1
     compiled = host(mutating)
     with inject(HostFaults(fail_at=step, fail_count=count)) as injected, caplog.at_level("WARNING", "pgraph"):
         for _ in range(5):
             call(compiled)
-    assert injected.fail_count == count - 1, "the step was reached once, and never tried again"
+    tries = 3 if step in RETRIED and not passes else 1
+    assert injected.fail_count == count - tries, "the step was not reached as often as it should be"
     for _ in range(2):
         call(compiled)
     report = pgraph.report()
     (partition,) = report.partitions
-    assert report.fallbacks == 1
-    assert partition.plain_runs == 7
-    assert f"injected failure at step '{step}'" in str(partition.reason)
-    assert partition.reason.fix
-    assert str(partition.reason) in str(report)
-    warnings = [r for r in caplog.records if r.name.startswith("pgraph") and r.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert step in warnings[0].getMessage()
+    if passes:
+        assert partition.reason is None
+        assert (report.fallbacks, partition.plain_runs, partition.launches) == (0, 2, 5)
+        assert warnings_in(caplog) == []
+    else:
+        assert (report.fallbacks, partition.plain_runs, partition.launches) == (1, 7, 0)
+        assert partition.reason.code == code_of(step)
+        assert f"injected failure at step '{step}'" in str(partition.reason)
+        assert partition.reason.fix
+        assert str(partition.reason) in str(report)
+        (warning,) = warnings_in(caplog)
+        assert step in warning
     # A reset gives it another chance.
     pgraph.reset()
     call(compiled)
@@ -96,7 +116,7 @@ def test_random_numbers_go_on_as_without_pgraph(step: Any) -> None:
 
     def draws(f: Any) -> list[Tensor]:
         torch.manual_seed(3)
-        return [f(torch.ones(16)) for _ in range(3)] + [torch.rand(3), torch.randperm(9).float()]
+        return [f(torch.ones(16)) for _ in range(5)] + [torch.rand(3), torch.randperm(9).float()]
 
     compiled = host(fn)
     with inject(HostFaults(fail_at=step)):
@@ -112,30 +132,30 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (runner,) = pgraph.stats.live_partitions()
-    (variant,) = runner.variants()
-    steps = variant.launcher._steps
-    variant.launcher._steps = (*steps, *steps)  # a second chunk, so that something runs before
-    real = steps[0].exec.launch
+    (partition_runner,) = pgraph.stats.live_partitions()
+    (variant,) = partition_runner.variants()
     calls = []
 
-    def second_fails(bases: Any, stream: int) -> int:
+    def fails(bases: list[int], stream: int) -> int:
         calls.append(1)
-        if len(calls) == 2:
-            raise DriverError("injected failure between chunks")
-        return real(bases, stream)
+        raise DriverError("injected failure between chunks")
 
-    steps[0].exec.launch = second_fails
+    variant.launcher._steps = (*variant.launcher._steps, ((), fails, (), ()))  # one more chunk
     x, y = torch.randn(6), torch.randn(6)
     want_x, want_y = x.clone(), x + y
     with pytest.raises(DriverError, match="between chunks"):
         compiled(x, y)
-    assert len(calls) == 2
+    assert len(calls) == 1
     same(x, want_x)
     same(y, want_y)
     for _ in range(2):
         call(compiled)
-    assert "between chunks" in str(pgraph.report().partitions[0].reason)
+    assert len(calls) == 1, "what failed once is not launched again"
+    (partition,) = pgraph.report().partitions
+    assert partition.reason.code == "launch-failed"
+    assert "between chunks" in str(partition.reason)
+    assert variant.launcher is None
+    assert variant.built is None
 
 
 def test_a_refused_shape_leaves_the_captured_ones() -> None:
@@ -156,6 +176,54 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
         before = pgraph.report().launches
         run(n)
         assert pgraph.report().launches == before + (n != 6)
+
+
+def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture) -> None:
+    """One refusal is one shape's; after the third, only what there is still launches."""
+    fn = host(lambda x: (x * 2).cumsum(0), dynamic=True)
+
+    def launches(n: int) -> list[int]:
+        found = []
+        for _ in range(3):
+            before = pgraph.report().launches
+            x = torch.randn(n, 3)
+            same(fn(x), (x * 2).cumsum(0))
+            found.append(pgraph.report().launches - before)
+        return found
+
+    launches(3)  # a size that Dynamo may have specialized
+    with caplog.at_level("WARNING", "pgraph"):
+        for n in (4, 5, 6):
+            assert launches(n + 10) == [0, 1, 1], "a new shape is captured after a refusal"
+            with inject(HostFaults(fail_at="end")):
+                assert launches(n) == [0, 0, 0]
+            assert launches(n) == [0, 0, 0]
+        assert launches(20) == [0, 0, 0], "three shapes were refused"
+        for n in (14, 15, 16):
+            assert launches(n) == [1, 1, 1]
+    assert len(warnings_in(caplog)) == 1
+    pgraph.reset()
+    assert launches(20) == [0, 1, 1]
+
+
+def test_out_of_memory_while_capturing_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another program's memory, soon given back."""
+    real, raised = runner.build, []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if len(raised) < 2:
+            raised.append(1)
+            raise torch.OutOfMemoryError("injected")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "build", build)
+    compiled = host(mutating, warmup=2)
+    for _ in range(2 + 2 + 2):
+        call(compiled)
+    assert pgraph.report().launches == 0, "each failure asks for a warm-up"
+    with launching(2):
+        call(compiled)
+        call(compiled)
 
 
 def test_injection_ends_with_its_block() -> None:

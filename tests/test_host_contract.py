@@ -199,6 +199,20 @@ def test_captures_are_bounded_least_recently_used_first() -> None:
     assert [captures_after(n) for n in (2, 3, 2, 4, 2, 3)] == [1, 2, 2, 3, 3, 4]
 
 
+def test_one_capture_at_a_time() -> None:
+    """A shape seen once pushes the only capture out; the next new shape finds nothing to keep."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x.cumsum(0) * 2
+
+    compiled = host(fn, dynamic=True, max_captures=1)
+    for n in (2, 3, 4, 4, 5, 6, 7, 7, 4):
+        x = torch.randn(n, 5)
+        same(compiled(x), fn(x))
+        assert all(len(p.variants()) <= 1 for p in pgraph.stats.live_partitions())
+    assert pgraph.report().captures == 2
+
+
 @pytest.fixture
 def marked() -> Any:
     mark_unsafe("aten::sin", "is marked by a test", "unmark it")

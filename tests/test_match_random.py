@@ -18,6 +18,7 @@ LOW = (0x7000_0000_0000, 0x7100_0000_0000)
 FRAMEWORK = (0x7F00_0000_0000, 1 << 16)
 FOREIGN = RangeMap([(*FRAMEWORK, 0)])
 SLACK = 32
+KINDS = ("slot", "same", "garbage", "half", "stale")
 
 
 @dataclasses.dataclass
@@ -77,6 +78,14 @@ free_words = st.one_of(
 ).filter(is_free)
 
 
+def own_ghosts(capture: int) -> st.SearchStrategy[int]:
+    """Addresses in a capture's ghost range, whether a region lies there or not."""
+    return st.integers(LOW[capture], LOW[capture] + (1 << 32) - 1)
+
+
+framework_words = st.integers(FRAMEWORK[0], FRAMEWORK[0] + FRAMEWORK[1] - 1)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     n_nodes = draw(st.integers(1, 5))
@@ -99,7 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
         alive = case.alive(i)
         dead = [r for r in range(n_regions) if r not in alive]
         words: list[tuple[Any, ...]] = []
-        for kind in draw(st.lists(st.sampled_from(["slot", "same", "garbage", "stale"]), max_size=6)):
+        for kind in draw(st.lists(st.sampled_from(KINDS), max_size=6)):
             if kind == "slot" and alive:
                 region = draw(st.sampled_from(alive))
                 words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
@@ -108,8 +117,12 @@ def cases(draw: st.DrawFn) -> Case:
                 words.append(("two", *(bases[c][r] for c, r in enumerate(olds))))
             elif kind == "garbage":
                 words.append(("two", draw(free_words), draw(free_words)))
+            elif kind == "half":  # an address on one side only
+                capture, free = draw(st.integers(0, 1)), draw(free_words)
+                address = draw(own_ghosts(capture) | framework_words)
+                words.append(("two", *((address, free) if capture == 0 else (free, address))))
             else:
-                words.append(("same", draw(free_words)))
+                words.append(("same", draw(free_words | own_ghosts(0) | own_ghosts(1))))
         case.nodes.append(words)
     return case
 
@@ -141,7 +154,8 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
     """One word that two captures see differently, among any others, is never given an address."""
     node = data.draw(st.integers(0, len(case.nodes) - 1))
     alive = case.alive(node)
-    kind = data.draw(st.sampled_from(["delta", "region", "nowhere", "framework"] if alive else ["framework"]))
+    always = ["framework", "ghost, framework", "framework, ghost"]
+    kind = data.draw(st.sampled_from(["delta", "region", "nowhere", *always] if alive else always))
     region = data.draw(st.sampled_from(alive)) if alive else 0
     here = [bases[region] for bases in case.bases]
     if kind == "delta":
@@ -153,10 +167,12 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
         word = ("two", here[0], case.bases[1][other] + (1 if other == region else 0))
     elif kind == "nowhere":
         word = ("two", here[0], LOW[1] + (1 << 31))
+    elif kind == "framework":
+        word = ("two", *data.draw(st.lists(framework_words, min_size=2, max_size=2, unique=True)))
+    elif kind == "ghost, framework":
+        word = ("two", data.draw(own_ghosts(0)), data.draw(framework_words))
     else:
-        inside = FRAMEWORK[0] + data.draw(st.integers(0, FRAMEWORK[1] - 1))
-        values = data.draw(st.permutations([inside, data.draw(free_words)]))
-        word = ("two", *values)
+        word = ("two", data.draw(framework_words), data.draw(own_ghosts(1)))
     at = data.draw(st.integers(0, len(case.nodes[node])))
     case.nodes[node].insert(at, word)
     with pytest.raises(MatchError) as caught:

@@ -60,8 +60,8 @@ def graphs(draw: st.DrawFn) -> tuple[Nodes, list[list[int]], int | None]:
     return Nodes(kinds, slots, [0] * count), launches, draw(st.none() | st.integers(0, 6))
 
 
-def in_python(graph: Nodes, bases: list[int], calls: list[Any], fail_at: int | None) -> tuple[int, int]:
-    """The loop as it is specified: (result code, nodes rewritten)."""
+def in_python(graph: Nodes, bases: list[int], calls: list[Any], fail_at: int | None) -> int:
+    """The loop as it is specified: nodes rewritten, or minus the error code."""
     rewritten = 0
     for i, (kind, slots) in enumerate(zip(graph.kinds, graph.slots, strict=True)):
         new = {w: (bases[r] + d) & U64 for w, r, d in slots}
@@ -72,9 +72,21 @@ def in_python(graph: Nodes, bases: list[int], calls: list[Any], fail_at: int | N
         rewritten += 1
         calls.append((("kernel", "copy", "fill")[kind], 100 + i, 200 + i))
         if len(calls) - 1 == fail_at:
-            return 7, rewritten
+            for w in new:
+                graph.words[w] = U64
+            return -7
     calls.append(("launch", 11, 33))
-    return (9, rewritten) if len(calls) - 1 == fail_at else (0, rewritten)
+    return -9 if len(calls) - 1 == fail_at else rewritten
+
+
+class Exec(ctypes.Structure):
+    """`pg_exec`."""
+
+    _fields_ = [
+        *[(n, ctypes.c_void_p) for n in ("calls", "exec", "ctx", "nodes")],
+        ("n_nodes", ctypes.c_int64),
+        *[(n, ctypes.c_void_p) for n in ("slots", "words")],
+    ]
 
 
 class InC:
@@ -91,7 +103,6 @@ class InC:
         self.keep = made
         self.table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in made])
         flat = [s for slots in graph.slots for s in slots]
-        self.n = len(graph.kinds)
         rows, first = [], 0
         for i, (kind, slots) in enumerate(zip(graph.kinds, graph.slots, strict=True)):
             rows += [kind, 100 + i, 200 + i, first, first + len(slots)]
@@ -99,6 +110,8 @@ class InC:
         self.nodes = (ctypes.c_int64 * max(len(rows), 1))(*rows)
         self.slots = (ctypes.c_int64 * max(3 * len(flat), 1))(*[x for s in flat for x in s])
         self.words = (ctypes.c_uint64 * max(len(graph.words), 1))(*graph.words)
+        nodes, slots, words = map(ctypes.addressof, (self.nodes, self.slots, self.words))
+        self.exec = Exec(ctypes.addressof(self.table), 11, 22, nodes, len(graph.kinds), slots, words)
 
     def _note(self, name: str, first: int, second: int, ctx: int | None = 22) -> int:
         assert ctx == 22
@@ -106,11 +119,9 @@ class InC:
         failed = len(self.calls) - 1 == self.fail_at
         return (9 if name == "launch" else 7) if failed else 0
 
-    def launch(self, bases: list[int]) -> tuple[int, int]:
-        rewritten = ctypes.c_int64(-1)
+    def launch(self, bases: list[int]) -> int:
         today = (ctypes.c_uint64 * len(bases))(*bases)
-        pointers = [self.nodes, self.n, self.slots, self.words, today, ctypes.byref(rewritten)]
-        return self.library.pg_launch(self.table, 11, 22, 33, *pointers), rewritten.value
+        return self.library.pg_launch(ctypes.addressof(self.exec), 33, ctypes.addressof(today))
 
 
 @given(case=graphs())
@@ -132,10 +143,41 @@ def test_launch_equals_the_loop_in_python(
 
 def test_the_second_launch_on_the_same_addresses_sets_nothing(library: Any) -> None:
     side = InC(library, Nodes([0, 1], [[(0, 0, 8)], [(1, 1, -8)]], [0, 0]))
-    assert side.launch([1 << 40, 2 << 40, 0]) == (0, 2)
-    assert side.launch([1 << 40, 2 << 40, 0]) == (0, 0)
-    assert side.launch([1 << 40, 3 << 40, 0]) == (0, 1)
+    assert side.launch([1 << 40, 2 << 40, 0]) == 2
+    assert side.launch([1 << 40, 2 << 40, 0]) == 0
+    assert side.launch([1 << 40, 3 << 40, 0]) == 1
     assert list(side.words) == [(1 << 40) + 8, (3 << 40) - 8]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_node_that_could_not_be_set_is_set_at_the_next_launch(library: Any, failing: int) -> None:
+    """Also at the same addresses: the driver still has the node's old parameters."""
+    bases = [1 << 40, 2 << 40, 3 << 40]
+    fresh = [(1 << 40) + 8, 2 << 40, (2 << 40) - 8, 3 << 40]
+    of_node = ([0], [1, 2], [3])
+    side = InC(library, Nodes([0, 1, 2], [[(0, 0, 8)], [(1, 1, 0), (2, 1, -8)], [(3, 2, 0)]], [0] * 4))
+    side.fail_at = failing
+    assert side.launch(bases) == -7
+    want = [0] * 4
+    for node in range(failing + 1):
+        for word in of_node[node]:
+            want[word] = U64 if node == failing else fresh[word]
+    assert list(side.words) == want
+    side.calls.clear()
+    side.fail_at = None
+    assert side.launch(bases) == 3 - failing, "that node and those behind it"
+    assert [node for _, node, _ in side.calls] == [*range(100 + failing, 103), 11]
+    assert list(side.words) == fresh
+    assert side.launch(bases) == 0
+
+
+def test_a_failed_launch_leaves_the_nodes_set(library: Any) -> None:
+    side = InC(library, Nodes([0], [[(0, 0, 0)]], [0]))
+    side.fail_at = 1
+    assert side.launch([1 << 40, 0, 0]) == -9
+    side.fail_at = None
+    assert side.launch([1 << 40, 0, 0]) == 0
+    assert list(side.words) == [1 << 40]
 
 
 NUMBERS = ("low", "high", "position", "mapped", "chunk", "handle", "guard", "jitter", "count")

@@ -44,16 +44,16 @@ pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallba
         )
 
     def test_a_report_with_reasons(self) -> None:
-        reason = Reason("shape", "no", "pad", "a.py:3")
+        reason = Reason("shape", "no", "pad", "a:3")
         partitions = (PartitionStats("forward 0", reason=reason), PartitionStats("forward 1", launches=2))
         self.assertExpectedInline(
             str(Report(partitions, (("forward 2", (reason,)),))),
             """\
 pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
-  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a.py:3. Fix: pad
+  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a:3. Fix: pad
   forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 plain runs
   forward 2: runs plainly
-    [shape] no at a.py:3. Fix: pad""",
+    [shape] no at a:3. Fix: pad""",
         )
 
     def test_the_template_of_an_mlp(self) -> None:
@@ -66,11 +66,11 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
             variant.built.template.render(),
             """\
 4 nodes, 12 slots, 9 regions
-  region 0: input, 512 bytes, nodes [0, 1)
-  region 1: input, 64 bytes, nodes [0, 1)
+  region 0: input, 512 bytes, nodes [0, 5)
+  region 1: input, 64 bytes, nodes [0, 5)
   region 2: input, 96 bytes, nodes [0, 1)
-  region 3: input, 256 bytes, nodes [0, 4)
-  region 4: input, 16 bytes, nodes [0, 4)
+  region 3: input, 256 bytes, nodes [0, 5)
+  region 4: input, 16 bytes, nodes [0, 5)
   region 5: temp, 192 bytes, nodes [0, 2)
   region 6: temp, 192 bytes, nodes [1, 3)
   region 7: temp, 192 bytes, nodes [2, 4)
@@ -85,7 +85,7 @@ chunk 0: nodes [0, 4), held 3,584 B
   + b0 512 B: r5@0 r7@0
   + b1 512 B: r6@0 r8@0
   - b0
-  ~ r0 r1 r2 r3 r4
+  ~ r2
 """,
         )
 
