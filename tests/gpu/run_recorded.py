@@ -74,7 +74,17 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
     recorder = Recorder()
-    options = ["-p", "no:logging", "-p", "no:cacheprovider", "-q", "--tb=short", f"--rootdir={ROOT}"]
+    options = [
+        "-p",
+        "no:logging",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-q",
+        "--tb=short",
+        f"--rootdir={ROOT}",
+    ]
     targets = [r for r in rest if not r.startswith("-") and ("::" in r or r.endswith(".py"))] or [str(HERE)]
     status = int(
         pytest.main([*options, *targets, *[r for r in rest if r not in targets]], plugins=[recorder])
