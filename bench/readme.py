@@ -49,7 +49,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 def place(row: Row) -> str:
     """What was compiled, in words: ``"4x256, per block"``."""
-    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}"
+    deterministic = ", deterministic" if row.get("deterministic") else ""
+    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}{deterministic}"
 
 
 def figure(value: Any, form: str) -> str:
@@ -114,13 +115,15 @@ def equality_table(data: File) -> str:
                 figure(row.get("steps"), ",d"),
                 figure(compared, ",d"),
                 figure(equal, ",d"),
+                figure(row.get("tensors_reference_bit_equal"), ",d"),
                 figure(row.get("distinct_addresses"), ",d"),
                 grew,
                 row["status"],
             ]
         )
-    head = ["config", "backends", "steps", "tensors", "bit-equal", "addresses", "captures", "result"]
-    align = ["left", "left", "right", "right", "right", "right", "right", "left"]
+    head = ["config", "backends", "steps", "tensors", "bit-equal", "reference to itself", "addresses"]
+    head += ["captures", "result"]
+    align = ["left", "left", *["right"] * 6, "left"]
     return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
 
 
