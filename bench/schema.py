@@ -2,8 +2,8 @@
 
 A file holds ``{"gpu", "driver", "torch", "python", "commit", "date", "rows": [...]}``. A row is one
 measurement; its identity is (bench, config, mode, scope, backend, alloc_conf, deterministic), and writing a
-row whose identity is already in the file replaces it. Times end in ``_ms`` or ``ms_...`` (milliseconds) or ``_s``
-(seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
+row whose identity is already in the file replaces that one. Times end in ``_ms`` or ``ms_...`` (milliseconds) or
+``_s`` (seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
 
 Not a program: the benchmarks import it.
 """
@@ -83,7 +83,7 @@ def problems(row: Mapping[str, Any]) -> list[str]:
     for key in (*IDENTITY, "status"):
         if key not in row:
             found.append(f"{key} is missing")
-        elif not isinstance(row[key], str) or not row[key]:
+        elif key != "deterministic" and (not isinstance(row[key], str) or not row[key]):
             found.append(f"{key}={row[key]!r} must be a non-empty string")
     for key, choices in CHOICES.items():
         if isinstance(row.get(key), str) and row[key] not in choices:
