@@ -1,9 +1,9 @@
 """Result files: ``bench/results/<bench>-<gpu>.json``, one writer and one reader for every benchmark.
 
 A file holds ``{"gpu", "driver", "torch", "python", "commit", "date", "rows": [...]}``. A row is one
-measurement; its identity is (bench, config, mode, scope, backend, alloc_conf, deterministic), and writing a
-row whose identity is already in the file replaces that one. Times end in ``_ms`` or ``ms_...`` (milliseconds) or
-``_s`` (seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
+measurement; its identity is (bench, config, mode, scope, backend, alloc_conf, deterministic), and a new row
+takes the place of one with the same identity. Times end in ``_ms`` or ``ms_...`` (milliseconds) or ``_s``
+(seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
 
 Not a program: the benchmarks import it.
 """
