@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "output_values",
     "symbols",
     "unbacked",
+    "user_frame",
     "user_line",
     "why",
 ]
@@ -210,7 +211,12 @@ def user_line(node: Node) -> str | None:
     Frames of torch and of pgraph are skipped, and so is code without a file (``<string>``).
     """
     trace = node.meta.get("stack_trace") or node.stack_trace
-    for path, line in reversed(_FRAME.findall(trace or "")):
+    return user_frame(_FRAME.findall(trace or ""))
+
+
+def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
+    """``file:line`` of the innermost of these (path, line) frames that is the user's own."""
+    for path, line in reversed(frames):
         if not path.startswith("<") and not os.path.realpath(path).startswith(_OWN_ROOTS):
             return f"{path}:{line}"
     return None

@@ -22,15 +22,18 @@ from typing import Any
 
 import torch
 
-from pgraph import stats
+from pgraph import observe, stats, strict
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, MatchError
+from pgraph.facts import PartFacts
 from pgraph.launch import Launcher
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
 from pgraph.reasons import Reason
+from pgraph.sizes import Dimension, Sizes
+from pgraph.template import Template
 
 __all__ = ["GraphRunner", "PartitionRunner", "Variant"]
 
@@ -105,18 +108,19 @@ class PartitionRunner:
     """Callable in place of a safe partition's code.
 
     Args:
-        name: for reports, e.g. ``"forward 0, part 1"``.
+        facts: what is known of it, its name included.
         plain: the partition's code; takes one list and empties it.
         driver: where to capture.
         options: of this compilation.
         namespaces: see `pgraph.capture.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
+        dimensions: sizes that may vary from call to call.
     """
 
     def __init__(
         self,
-        name: str,
+        facts: PartFacts,
         plain: Boxed,
         driver: Driver,
         options: Options,
@@ -124,9 +128,11 @@ class PartitionRunner:
         namespaces: Sequence[dict[str, Any]] = (),
         constants: Sequence[torch.Tensor] = (),
         static: frozenset[int] = frozenset(),
+        dimensions: tuple[Dimension, ...] = (),
     ) -> None:
-        self.name = name
-        self.stats = stats.PartitionStats(name)
+        self.name = facts.name
+        self.stats = stats.PartitionStats(facts.name, facts)
+        self._sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._plain = plain
         self._driver = driver
         self._options = options
@@ -139,6 +145,8 @@ class PartitionRunner:
         stats.register(self)
 
     def __call__(self, args: list[Any]) -> Any:
+        if observe.watch is not None and observe.watch.outside():
+            return observe.watch.call(self, args)
         variant = self._last
         launcher = variant.launcher if variant is not None else None
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
@@ -160,6 +168,12 @@ class PartitionRunner:
         with self._lock:
             return list(self._variants.values())
 
+    def template(self) -> Template | None:
+        """What the capture in use left behind; None if there is none."""
+        with self._lock:
+            found = [v for v in (self._last, *reversed(self._variants.values())) if v is not None]
+        return next((v.built.template for v in found if v.built is not None), None)
+
     def reset(self) -> None:
         """Free everything captured; the partition starts again."""
         with self._lock:
@@ -179,7 +193,11 @@ class PartitionRunner:
 
     def _choose(self, args: list[Any]) -> Variant | None:
         """The variant for these arguments, captured if it is due; None to run plainly."""
-        if self.stats.reason is not None or self._driver.is_capturing():
+        if self._driver.is_capturing():
+            return None
+        if self.stats.reason is not None:
+            if self._options.require_full_capture:
+                strict.refuse(self.name, self.stats.reason, str(stats.report()))
             return None
         with self._lock:
             variant = next(
@@ -191,7 +209,7 @@ class PartitionRunner:
                 None,
             )
             if variant is None:
-                variant = self._variant(args)
+                variant = self._variant(args) if self._sizes.wanted(args) else None
             else:
                 self._variants.move_to_end((variant.tensors, variant.others))
             if variant is None:
@@ -239,7 +257,9 @@ class PartitionRunner:
 
     def _evict(self) -> None:
         while len(self._variants) > self._options.max_captures:
-            self._variants.popitem(last=False)
+            _, gone = self._variants.popitem(last=False)
+            if gone.launcher is not None:
+                self._sizes.evicted()
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)
@@ -265,6 +285,7 @@ class PartitionRunner:
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             self.stats.captured(built)
+            self._sizes.captured(args)
 
     def _later(self, variant: Variant, error: Exception) -> None:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""
@@ -278,6 +299,8 @@ class PartitionRunner:
     def _refuse(self, variant: Variant, reason: Reason) -> None:
         variant.reason = reason
         self.stats.reason = reason
+        if self._options.require_full_capture:
+            strict.refuse(self.name, reason, str(stats.report()))
         log.warning("%s runs plainly: %s", self.name, reason)
 
 
