@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import output_graph
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -30,7 +30,7 @@ __all__ = [
     "fake_mode_of",
     "generated_namespaces",
     "graph_break",
-    "graph_breaks",
+    "hearing_graph_breaks",
     "inductor_mode",
     "is_compiled",
     "own_output_strides",
@@ -195,10 +195,34 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
     return str(found.reason), tuple(found.user_stack)
 
 
-def graph_breaks() -> list[tuple[str, Sequence[Any]]]:
-    """Every break of this process so far, also where no graph came before it; oldest first."""
-    found: Any = vars(output_graph)["graph_break_reasons"]
-    return [(str(r.reason), tuple(r.user_stack)) for r in found]
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def hearing_graph_breaks() -> Iterator[list[str]]:
+    """Dynamo's messages about graph breaks (as with ``TORCH_LOGS=graph_breaks``), collected in a list.
+
+    Only these tell of breaks that leave no graph behind: a break in a loop skips the whole function.
+    """
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    before = logger.level, logger.propagate
+    listener = _Listener()
+    if not logger.isEnabledFor(logging.DEBUG):
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def is_compiled(fn: Any) -> bool:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from pgraph import compat, facts, observe, stats
-from pgraph.breaks import from_text
+from pgraph.breaks import from_log
 from pgraph.errors import OptionError
 from pgraph.explanation import Change, Explanation, PartExplanation
-from pgraph.nodes import user_frame
 from pgraph.reasons import Reason
 
 __all__ = ["explain"]
@@ -32,7 +31,8 @@ def explain(
         fn: a model or function; compiled here, unless it is compiled with pgraph or calls something that
             is (a training step). To see the backward, pass a function that calls ``backward()``.
         steps: how often to run it; the last run is measured. None: until nothing new is captured, at
-            most 12 times, and three more to measure.
+            most 12 times, and three more to measure. One more under the profiler finds what is not
+            compiled.
         dynamic: as for `torch.compile`.
         options: as for ``torch.compile(..., backend="pgraph", options=...)``.
 
@@ -62,16 +62,17 @@ class _Session:
 
     def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
         known = {id(part) for part in stats.live_parts()}
-        breaks = len(compat.graph_breaks())
-        self._prepare(args, kwargs)
-        if self._steps is not None:
-            while len(self._history) < self._steps:
-                self._step(args, kwargs)
-            measured = self._history[-1:]
-        else:
-            while not self._settled() and len(self._history) < _LIMIT:
-                self._step(args, kwargs)
-            measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
+        with compat.hearing_graph_breaks() as heard:
+            self._prepare(args, kwargs)
+            if self._steps is not None:
+                while len(self._history) < self._steps:
+                    self._step(args, kwargs)
+                measured = self._history[-1:]
+            else:
+                while not self._settled() and len(self._history) < _LIMIT:
+                    self._step(args, kwargs)
+                measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
+            between = observe.count_ops(lambda: self._fn(*args, **kwargs))
         seen = list(dict.fromkeys(run.part for step in self._history for run in step))
         numbers = {part.stats.facts.graph.number for part in seen}
         idle = [
@@ -82,8 +83,9 @@ class _Session:
         parts = tuple(_part(part, measured) for part in (*seen, *idle))
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
         calls = {p.graph: p.calls for p in reversed(parts)}
-        found = _breaks(graphs, compat.graph_breaks()[breaks:])
-        return Explanation(parts, found, _changes(parts, graphs, calls, found), len(self._history))
+        found = _breaks(graphs, heard)
+        changes = _changes(parts, graphs, calls, found)
+        return Explanation(parts, found, changes, tuple(between.items()), len(self._history) + 1)
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Compile the program, unless its first run shows that it is compiled already."""
@@ -153,13 +155,12 @@ def _part(part: Any, measured: Sequence[Sequence[observe.Run]]) -> PartExplanati
     )
 
 
-def _breaks(
-    graphs: Iterable[facts.GraphFacts], since: Iterable[tuple[str, Sequence[Any]]]
-) -> tuple[Reason, ...]:
-    """Breaks at the end of the graphs that ran, and those met while compiling; each place once."""
-    found = [from_text(text, user_frame([(f.filename, f.lineno) for f in stack])) for text, stack in since]
-    found += [graph.broken for graph in graphs if graph.broken is not None]
-    return tuple({facts.same_cause(reason): reason for reason in found}.values())
+def _breaks(graphs: Iterable[facts.GraphFacts], heard: Iterable[str]) -> tuple[Reason, ...]:
+    """Breaks met while compiling, and those at the end of graphs compiled before; each place once."""
+    found = [reason for message in heard if (reason := from_log(message)) is not None]
+    places = {reason.where for reason in found}
+    found += [graph.broken for graph in graphs if graph.broken and graph.broken.where not in places]
+    return tuple(dict.fromkeys(found))
 
 
 def _changes(

@@ -89,17 +89,19 @@ class Explanation:
         parts: in the order in which they ran, then those that did not run.
         breaks: graph breaks: Python runs between two graphs.
         changes: what to change, the most rewarding first.
+        uncompiled: (name, count) of the ops of one step that run outside compiled code.
         steps: how often the program was run.
     """
 
     parts: tuple[PartExplanation, ...]
     breaks: tuple[Reason, ...]
     changes: tuple[Change, ...]
+    uncompiled: tuple[tuple[str, int], ...]
     steps: int
 
     @property
     def complete(self) -> bool:
-        """Nothing stays outside: no part that does more than draw seeds, no graph break."""
+        """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
         done = all(
             p.state == "captured" or all(r.code == facts.SEEDS for r in p.reasons)
             for p in self.parts
@@ -154,6 +156,7 @@ class Explanation:
                 }
                 for p in self.parts
             ],
+            "uncompiled": dict(self.uncompiled),
             "breaks": [dataclasses.asdict(r) for r in self.breaks],
             "changes": [dataclasses.asdict(c) for c in self.changes],
         }

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 
 from pgraph import stats
 from pgraph.facts import PartFacts
+from pgraph.nodes import VIEWS
 
-__all__ = ["PlainPart", "Run", "Watch", "watching"]
+__all__ = ["PlainPart", "Run", "Watch", "count_ops", "watching"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,10 +38,15 @@ class Run:
 
 
 class Watch:
-    """Collects the calls of parts, from all threads (the backward has its own)."""
+    """Collects the calls of parts, from all threads (the backward has its own).
 
-    def __init__(self) -> None:
+    Args:
+        mark: show each call to the profiler, see `count_ops`.
+    """
+
+    def __init__(self, mark: bool = False) -> None:
         self.runs: list[Run] = []
+        self._mark = mark
         self._inside = threading.local()
 
     def outside(self) -> bool:
@@ -53,7 +60,8 @@ class Watch:
         self._inside.yes = True
         start = time.perf_counter()
         try:
-            result = part(args)
+            with torch.autograd.profiler.record_function(_MARK) if self._mark else contextlib.nullcontext():
+                result = part(args)
         finally:
             self._inside.yes = False
         self.runs.append(Run(part, time.perf_counter() - start, part.stats.launches > launches))
@@ -64,15 +72,38 @@ watch: Watch | None = None
 """The one in force; read at every call of a part."""
 
 
+_MARK = "pgraph::part"
+_FREE = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "item", "result_type"))
+
+
 @contextlib.contextmanager
-def watching() -> Iterator[Watch]:
+def watching(mark: bool = False) -> Iterator[Watch]:
     """Watch every part of this process for the duration of the block; blocks may nest."""
     global watch
-    before, watch = watch, Watch()
+    before, watch = watch, Watch(mark)
     try:
         yield watch
     finally:
         watch = before
+
+
+def count_ops(fn: Callable[[], Any]) -> Counter[str]:
+    """Ops that run outside every part while `fn` runs: what Dynamo left to Python, and the optimizer.
+
+    Views and allocations do not count; an op that calls others counts as one.
+    """
+    with watching(mark=True), torch.autograd.profiler.profile() as profile:
+        fn()
+    found: Counter[str] = Counter()
+    for event in profile.function_events or ():
+        if not event.name.startswith("aten::") or event.name in VIEWS or event.name in _FREE:
+            continue
+        parent = event.cpu_parent
+        while parent is not None and parent.name != _MARK and not parent.name.startswith("aten::"):
+            parent = parent.cpu_parent
+        if parent is None:
+            found[event.name] += 1
+    return found
 
 
 def drain() -> None:

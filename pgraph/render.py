@@ -43,7 +43,9 @@ def place(reason: Reason) -> str | None:
 def _summary(explanation: Explanation, times: bool) -> list[str]:
     run = [p for p in explanation.parts if p.calls]
     captured = sum(p.state == "captured" for p in run)
-    verdict = "everything is captured" if explanation.complete else f"{captured} of {len(run)} parts captured"
+    verdict = f"{captured} of {len(run)} parts captured"
+    if explanation.complete:
+        verdict = "all that is compiled is captured"
     if not explanation.parts:
         verdict = "nothing was compiled"
     cuts = len(explanation.breaks)
@@ -51,10 +53,14 @@ def _summary(explanation: Explanation, times: bool) -> list[str]:
     if times:
         done, total = explanation.seconds
         shares.append(f"host time {done * 1e6:,.0f} of {total * 1e6:,.0f} us")
-    return [
+    lines = [
         f"pgraph: {verdict}" + (f", {_count(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
     ]
+    if explanation.uncompiled:
+        ops = sum(count for _, count in explanation.uncompiled)
+        lines.append(f"not compiled: {_count(ops, 'op')}: {_ops(explanation.uncompiled)}")
+    return lines
 
 
 def _share(part: float, whole: float) -> str:
@@ -69,7 +75,7 @@ def _count(number: int, noun: str) -> str:
 def _change(number: int, change: Change, explanation: Explanation, times: bool) -> list[str]:
     reason = change.reason
     if reason in explanation.breaks:
-        gain = "joins the graphs before and after it, and what Python runs between them"
+        gain = "joins what lies before and after the break, and compiles what Python runs there"
     else:
         gain = f"{_count(change.ops, 'more device op')} captured"
         if change.graphs > 0:
