@@ -79,9 +79,6 @@ def reset() -> None:
     for partition in stats.live_partitions():
         partition.reset()
     drivers.close_all()
-    if not stats.live_parts():
-        global _numbers
-        _numbers = itertools.count()
 
 
 backend = Backend()

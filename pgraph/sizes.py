@@ -98,7 +98,7 @@ class Sizes:
             if old != new
         ]
         log.log(
-            logging.INFO if self._varying else logging.WARNING,
+            logging.INFO if self._varying or self.listed else logging.WARNING,
             "%s was captured again because %s. Each set of sizes needs a capture of its own (at most %d are "
             "kept). Fix: pad to a few sizes, or list the ones worth a capture in option capture_sizes",
             self._name,

@@ -16,8 +16,14 @@ def explain(fn: Any, *args: Any, steps: int | None = None, **options: Any) -> pg
 
 
 def text(explanation: pgraph.Explanation) -> str:
-    """Without times, folders and line numbers (the source text tells the line)."""
-    return re.sub(r"(?:/[^\s/:]+)+/([^\s/:]+):\d+", r"\1", explanation.render(times=False))
+    """Without times, folders and line numbers (the source text tells the line); graphs numbered from 0."""
+    plain = re.sub(r"(?:/[^\s/:]+)+/([^\s/:]+):\d+", r"\1", explanation.render(times=False))
+    numbers: dict[str, str] = {}
+    return re.sub(
+        r"\b(forward|backward|inference) (\d+)",
+        lambda m: f"{m[1]} {numbers.setdefault(m[2], str(len(numbers)))}",
+        plain,
+    )
 
 
 def lines(explanation: pgraph.Explanation) -> list[str]:
