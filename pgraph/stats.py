@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from pgraph.observe import PlainPart
     from pgraph.runner import PartitionRunner
 
-__all__ = ["PartitionStats", "Report", "State", "live_partitions", "live_parts", "register", "report"]
+__all__ = [
+    "PartitionStats",
+    "Report",
+    "State",
+    "forget",
+    "live_partitions",
+    "live_parts",
+    "register",
+    "report",
+]
 
 State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
 
@@ -197,6 +206,11 @@ def live_parts() -> list[Any]:
 def live_partitions() -> list[PartitionRunner]:
     """The safe ones among them."""
     return [part for part in live_parts() if part.stats.facts.safe]
+
+
+def forget() -> None:
+    """Leave all parts of today out of reports to come (Dynamo keeps code around graph breaks for long)."""
+    _parts.clear()
 
 
 def report() -> Report:

@@ -39,6 +39,7 @@ def fresh_process() -> Iterator[None]:
         gc.collect()  # Dynamo's own reference cycles hold the compiled code, and with it the runners
     if "pgraph.backend" in sys.modules:
         sys.modules["pgraph.backend"].reset()
+        sys.modules["pgraph.stats"].forget()
 
 
 @pytest.fixture(scope="session")
