@@ -6,10 +6,11 @@
 
 Three copies of one model in one process: the reference (Inductor), its twin (the same code again, at other
 addresses) and the candidate (pgraph). Every step runs all three from the same parameters on the same tokens
-and compares loss, logits, block outputs and gradients. A tensor on which the reference equals its twin in
-every step must equal it bit for bit in the candidate too; any other must stay within twice the twins' own
-spread, or a rounding tolerance of its type. Then the reference's optimizer steps, and its parameters are
-copied into the others, so that one atomic addition does not drown all that follows.
+and compares loss, logits, block outputs and gradients. Where the reference equals its twin in every step (on
+all outputs, or on all gradients) the candidate must equal it bit for bit too; where it does not, tensors must
+stay within twice the twins' own spread, or a rounding tolerance of their type. Then the reference's optimizer
+steps, and its parameters are copied into the others, so that one atomic addition does not drown all that
+follows.
 
 The addresses move on purpose: the candidate's parameters are cloned to new addresses every few steps, and a
 seeded shaker allocates filler tensors of random sizes and lifetimes between and inside the steps.
@@ -93,11 +94,33 @@ class Verdict:
     first_unequal: str | None = None
     first_outside: str | None = None
 
-    def failure(self) -> str | None:
-        """Why this tensor fails, or None. Judged at the end: nondeterminism may show late."""
+    def failure(self, repeatable: bool | None = None) -> str | None:
+        """Why this tensor fails, or None. Judged at the end: nondeterminism may show late.
+
+        Args:
+            repeatable: whether the reference repeats itself exactly; None: what this tensor's twins say.
+        """
         if self.first_outside is not None:
             return self.first_outside
-        return self.first_unequal if self.twin_unequal == 0 else None
+        return self.first_unequal if (self.twin_unequal == 0 if repeatable is None else repeatable) else None
+
+
+def verdict_failures(verdicts: dict[str, Verdict]) -> list[str]:
+    """Why the run fails, if it does. Outputs are judged together, and so are gradients.
+
+    One atomic addition in attention's backward reaches every gradient below it, in some steps and not in
+    others: that the twins agree on one gradient says nothing, that they agree on all of them in all steps
+    says that the reference is deterministic.
+    """
+    groups: dict[bool, list[Verdict]] = {}
+    for label, verdict in verdicts.items():
+        groups.setdefault(label.startswith("gradient of "), []).append(verdict)
+    texts = [
+        verdict.failure(repeatable=all(other.twin_unequal == 0 for other in group))
+        for group in groups.values()
+        for verdict in group
+    ]
+    return [text for text in texts if text is not None]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -253,7 +276,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     captures_end = captures()
     moves = {label: len(seen) for label, seen in candidate.addresses.items()}
     parameter_moves = min(count for label, count in moves.items() if label.startswith("parameter "))
-    failures = [text for verdict in verdicts.values() if (text := verdict.failure()) is not None]
+    failures = verdict_failures(verdicts)
     if overwritten is not None:
         failures.append(overwritten)
     if parameter_moves < 2 and args.steps > args.move_every:
@@ -277,6 +300,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "steps": args.steps,
         "tensors_compared": sum(v.compared for v in verdicts.values()),
         "tensors_bit_equal": sum(v.bit_equal for v in verdicts.values()),
+        "tensors_reference_bit_equal": sum(v.compared - v.twin_unequal for v in verdicts.values()),
         "names_compared": len(verdicts),
         "names_reference_nondeterministic": sum(v.twin_unequal > 0 for v in verdicts.values()),
         "distinct_addresses": sum(moves.values()),

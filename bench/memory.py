@@ -59,6 +59,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--driver", choices=["auto", "cuda", "host"], default="auto", help="pgraph's driver")
     add("--codegen", choices=["auto", "inductor", "aten"], default="auto", help="pgraph's code generator")
     add("--expandable-segments", action="store_true", help=f"run with PYTORCH_ALLOC_CONF={EXPANDABLE}")
+    add(
+        "--warm-cache", action="store_true", help="use the machine's Inductor cache: compile_s is no cold one"
+    )
     add("--timeout", type=float, default=900.0, help="seconds for one process")
     add("--out", default=None, help="JSON file or folder for the results")
     add("--quick", action="store_true", help="first config only, 3 warm-up and 10 timed steps, one repeat")
@@ -135,7 +138,8 @@ def measure(args: argparse.Namespace, config: str, mode: str, scope: str) -> lis
             for backend in args.backends:
                 environment = dict(os.environ)
                 # An empty compile cache for each backend: the first repeat's compile time is a cold one.
-                environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / backend)
+                if not args.warm_cache:
+                    environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / backend)
                 if args.expandable_segments:
                     environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
                 spec = {
@@ -161,6 +165,7 @@ def measure(args: argparse.Namespace, config: str, mode: str, scope: str) -> lis
                 )
     identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
     alloc = {"alloc_conf": EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
+    alloc["inductor_cache"] = "the machine's" if args.warm_cache else "empty at first"
     return [{**identity, "backend": name, **alloc, **summarise(found)} for name, found in runs.items()]
 
 

@@ -4,7 +4,7 @@
     python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
 
 A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
-equality. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+equality, chart. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 def place(row: Row) -> str:
     """What was compiled, in words: ``"4x256, per block"``."""
-    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}"
+    deterministic = ", deterministic" if row.get("deterministic") else ""
+    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}{deterministic}"
 
 
 def figure(value: Any, form: str) -> str:
@@ -114,20 +115,48 @@ def equality_table(data: File) -> str:
                 figure(row.get("steps"), ",d"),
                 figure(compared, ",d"),
                 figure(equal, ",d"),
+                figure(row.get("tensors_reference_bit_equal"), ",d"),
                 figure(row.get("distinct_addresses"), ",d"),
                 grew,
                 row["status"],
             ]
         )
-    head = ["config", "backends", "steps", "tensors", "bit-equal", "addresses", "captures", "result"]
-    align = ["left", "left", "right", "right", "right", "right", "right", "left"]
+    head = ["config", "backends", "steps", "tensors", "bit-equal", "reference to itself", "addresses"]
+    head += ["captures", "result"]
+    align = ["left", "left", *["right"] * 6, "left"]
     return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+
+
+def panels_of(data: File) -> list[tuple[str, list[tuple[str, dict[str, float]]]]]:
+    """(title, figures relative to Inductor) of each panel of a machine's chart; empty: no chart."""
+    rows = charted(data)
+    return [
+        (title, groups)
+        for key, title in (("ms_per_step", "ms per step"), ("peak_reserved_mb", "peak reserved memory"))
+        if (groups := relative(rows, key))
+    ]
+
+
+def charted(data: File) -> list[Row]:
+    """The rows that a machine's chart shows."""
+    return [
+        r
+        for r in data["rows"]
+        if r["bench"] == "memory" and r["mode"] == "train" and r["status"] == "ok" and not is_expandable(r)
+    ]
+
+
+def chart_link(data: File) -> str:
+    """The picture of one machine, as the README shows it; empty if it has none."""
+    what = f"{data['gpu']}: time and memory relative to Inductor"
+    return f"![{what}](bench/results/memory-{data['gpu']}.svg)\n" if panels_of(data) else ""
 
 
 TABLES: dict[str, Callable[[File], str]] = {
     "memory": lambda data: memory_table(data, lambda row: not is_expandable(row)),
     "memory-expandable": lambda data: memory_table(data, is_expandable),
     "equality": equality_table,
+    "chart": chart_link,
 }
 
 
@@ -168,19 +197,10 @@ def digest(rows: Sequence[Row]) -> str:
 
 def chart(data: File, path: Path, check: bool) -> str | None:
     """Draw time and memory relative to Inductor; with `check` only say what is wrong with the chart there."""
-    rows = [
-        r
-        for r in data["rows"]
-        if r["bench"] == "memory" and r["mode"] == "train" and r["status"] == "ok" and not is_expandable(r)
-    ]
-    panels = [
-        (title, groups)
-        for key, title in (("ms_per_step", "ms per step"), ("peak_reserved_mb", "peak reserved memory"))
-        if (groups := relative(rows, key))
-    ]
+    panels = panels_of(data)
     if not panels:
         return None
-    mark = f"figures {digest(rows)}"
+    mark = f"figures {digest(charted(data))}"
     if check:
         return None if path.exists() and mark in path.read_text(encoding="utf-8") else f"{path.name} is stale"
     # A fixed salt and no date: the same figures give the same file.

@@ -1,9 +1,9 @@
 """Result files: ``bench/results/<bench>-<gpu>.json``, one writer and one reader for every benchmark.
 
 A file holds ``{"gpu", "driver", "torch", "python", "commit", "date", "rows": [...]}``. A row is one
-measurement; its identity is (bench, config, mode, scope, backend, alloc_conf), and writing a row whose
-identity is already in the file replaces it. Times end in ``_ms`` or ``ms_...`` (milliseconds) or ``_s``
-(seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
+measurement; its identity is (bench, config, mode, scope, backend, alloc_conf, deterministic), and writing a
+row whose identity is already in the file replaces that one. Times end in ``_ms`` or ``ms_...`` (milliseconds) or
+``_s`` (seconds), sizes in ``_mb`` (2**20 bytes). None means "does not apply here".
 
 Not a program: the benchmarks import it.
 """
@@ -27,7 +27,7 @@ from _paths import REPO, RESULTS
 
 Row = dict[str, Any]
 
-IDENTITY = ("bench", "config", "mode", "scope", "backend", "alloc_conf")
+IDENTITY = ("bench", "config", "mode", "scope", "backend", "alloc_conf", "deterministic")
 HEADER = ("gpu", "driver", "torch", "python", "commit", "date")
 DEFAULT_ALLOC_CONF = "default"
 
@@ -67,7 +67,7 @@ class SchemaError(ValueError):
 
 def with_defaults(row: Mapping[str, Any]) -> Row:
     """`row` as a dict, with the default allocator setting filled in."""
-    return {"alloc_conf": DEFAULT_ALLOC_CONF, **row}
+    return {"alloc_conf": DEFAULT_ALLOC_CONF, "deterministic": False, **row}
 
 
 def identity(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def problems(row: Mapping[str, Any]) -> list[str]:
     for key in (*IDENTITY, "status"):
         if key not in row:
             found.append(f"{key} is missing")
-        elif not isinstance(row[key], str) or not row[key]:
+        elif key != "deterministic" and (not isinstance(row[key], str) or not row[key]):
             found.append(f"{key}={row[key]!r} must be a non-empty string")
     for key, choices in CHOICES.items():
         if isinstance(row.get(key), str) and row[key] not in choices:

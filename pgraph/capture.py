@@ -108,6 +108,10 @@ class _Recorder(TorchDispatchMode):
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
+        if storage.nbytes() == 0 and tensor.device == self._session.arena.device:
+            if all(r.owner is None or r.owner.cdata != StorageWeakRef(storage).cdata for r in self._alive):
+                self._watch(tensor, self._session.arena.take(0), 0, birth)  # allocators give no address
+            return
         if address in self._known or not self._session.arena.holds(address):
             return
         cdata = StorageWeakRef(storage).cdata
@@ -121,6 +125,24 @@ class _Recorder(TorchDispatchMode):
         self.ranges.append(r)
         self._alive.append(r)
         self._known[address] = r
+
+    def all_gone(self) -> None:
+        """Make sure that the program kept none of the ghosts.
+
+        Raises:
+            CaptureError: it did (an op that remembers its arguments, say). The addresses are then
+                never given back, so that whoever holds such a tensor can at least not read another's.
+        """
+        kept = [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
+        if kept:
+            self._session.arena.leaked = True
+            raise CaptureError(
+                Reason(
+                    "ghost-kept",
+                    f"the code kept {len(kept)} of the tensors that it was captured with",
+                    "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
+                )
+            )
 
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves, dated by the arena's position."""
@@ -204,8 +226,11 @@ def _record(
     recorder.add_hidden()
     ranges, moved = _merge(recorder.ranges, n_inputs)
     specs = tuple(_output_spec(r, recorder.ranges, moved, ranges, n_inputs, session.arena) for r in results)
+    del results
+    recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
-    return Recording(nodes, allocations, n_inputs, specs, (session.arena.low, session.arena.position), graph)
+    ghosts = (session.arena.low, session.arena.position)
+    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph)
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:
@@ -246,15 +271,18 @@ def _output_spec(
     for i, r in enumerate(ranges):
         if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
             region = moved[i]
-            base = regions[region].address
-            # Not `data_ptr()`, which is 0 for an empty tensor.
-            start = int(value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size())
-            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, start - base)
-            return (
-                OutputSpec(input=region, layout=layout)
-                if i < n_inputs
-                else OutputSpec(region=region, layout=layout)
-            )
+            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, 0)
+            if r.nbytes:
+                # Not `data_ptr()`, which is 0 for an empty tensor.
+                start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
+                layout = dataclasses.replace(layout, offset=int(start) - regions[region].address)
+            if i < n_inputs:
+                return OutputSpec(input=region, layout=layout)
+            return OutputSpec(region=region, layout=layout)
+    if value.device != arena.device and value.device.type == "cpu":
+        # Attention without dropout hands out host seeds that its backward takes and never reads; the
+        # safety rules let no other host tensor into a captured partition.
+        return OutputSpec(constant=value, unread=True)
     if arena.holds(value.data_ptr()):
         raise CaptureError(
             Reason(

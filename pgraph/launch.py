@@ -14,6 +14,7 @@ import torch
 
 from pgraph.build import Built
 from pgraph.compat import reinterpret
+from pgraph.errors import DriverError, LaunchError
 from pgraph.template import OutputSpec, TensorSpec
 
 __all__ = ["Launcher"]
@@ -53,6 +54,8 @@ class Launcher:
             )
             for i, chunk in enumerate(template.plan.chunks)
         )
+        # The launch before which nothing has run.
+        self._first = next((launch for _, launch, _, _ in self._steps if launch is not None), None)
         self._results = tuple(_result(built, spec, direct) for spec in template.outputs)
 
     def __call__(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
@@ -65,6 +68,10 @@ class Launcher:
 
         Returns:
             The results, and the number of nodes rewritten.
+
+        Raises:
+            LaunchError: the first chunk could not be launched: nothing has run, and `inputs` is whole.
+            DriverError: a later one could not.
         """
         guard = self._driver.on_device()
         if guard is not None:
@@ -85,7 +92,12 @@ class Launcher:
                 for other, offset in others:
                     bases[other] = address + offset
             if launch is not None:
-                rewritten += launch(bases, stream)
+                try:
+                    rewritten += launch(bases, stream)
+                except DriverError as e:
+                    if launch is self._first:
+                        raise LaunchError(str(e)) from e
+                    raise
             for block in free:
                 blocks[block] = None
             for i in release:

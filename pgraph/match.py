@@ -14,7 +14,7 @@ equal, anything else                          a constant: never rewritten
 each in its own ghosts, same region + delta   a slot
 the same, but that region is dead by then     left-over bytes in padding: ignored
 each in its own ghosts, otherwise             ambiguous: refuse
-one of them in memory of the framework        ambiguous: refuse
+each in ghosts or memory of the framework     ambiguous: refuse
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
 
@@ -32,10 +32,11 @@ from collections.abc import Sequence
 
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
-from pgraph.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
 
 __all__ = ["RangeMap", "match"]
 
+_PLAIN = (int, float, bool, str, complex)
 _RERUN = (
     "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
 )
@@ -108,10 +109,20 @@ def _same_structure(a: Recording, b: Recording) -> None:
             "allocations-differ",
             f"two captures made {len(sizes_a)} and {len(sizes_b)} allocations, or of other sizes",
         )
-    if a.outputs != b.outputs:
+    if len(a.outputs) != len(b.outputs) or not all(map(_same_output, a.outputs, b.outputs)):
         raise _refuse("outputs-differ", "two captures returned results of different layout or origin")
     if a.ghost_range[0] < b.ghost_range[1] and b.ghost_range[0] < a.ghost_range[1]:
         raise _refuse("ghosts-overlap", "the ghost ranges of two captures overlap")
+
+
+def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
+    if (x.region, x.input, x.layout, x.unread) != (y.region, y.input, y.layout, y.unread):
+        return False
+    if x.unread:
+        return True
+    # Constants may be tensors, which `==` would compare element by element.
+    plain = type(x.constant) is type(y.constant) and type(x.constant) in _PLAIN
+    return x.constant is y.constant or (plain and x.constant == y.constant)
 
 
 class _Matcher:
@@ -137,7 +148,7 @@ class _Matcher:
         return slots
 
     def _constant(self, value: int, where: str) -> None:
-        if self._framework is None or self._framework.find(value) is None:
+        if not self._foreign(value):
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return
@@ -146,24 +157,31 @@ class _Matcher:
         )
 
     def _moving(self, index: int, offset: int, va: int, vb: int, where: str) -> Slot | None:
-        if _within(va, self._a.ghost_range) and _within(vb, self._b.ghost_range):
-            in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
-            # Program order decides what is alive; a word that names a region already dead (or not
-            # yet born) in both captures is left-over padding and must not be given an address.
-            if self._dead(self._a, in_a, index) and self._dead(self._b, in_b, index):
-                return None
-            if in_a is None or in_a != in_b:
-                what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
-                raise _refuse(
-                    "ambiguous-word", f"{where} is {what[0]} in one capture and {what[1]} in another"
-                )
-            return Slot(index, offset, *in_a)
-        if self._framework is not None and (self._framework.find(va) or self._framework.find(vb)):
+        ghost_a, ghost_b = _within(va, self._a.ghost_range), _within(vb, self._b.ghost_range)
+        if ghost_a and ghost_b:
+            return self._ghosts(index, offset, self._map_a.find(va), self._map_b.find(vb), where)
+        # A pointer is one in both captures: an address on one side only is left in padding.
+        if (ghost_a or self._foreign(va)) and (ghost_b or self._foreign(vb)):
             raise _refuse(
                 "ambiguous-word",
                 f"{where} points to device memory and moved between captures ({va:#x}, {vb:#x})",
             )
         return None
+
+    def _ghosts(
+        self, index: int, offset: int, in_a: tuple[int, int] | None, in_b: tuple[int, int] | None, where: str
+    ) -> Slot | None:
+        # Program order decides what is alive; a word that names a region already dead (or not
+        # yet born) in both captures is left-over padding and must not be given an address.
+        if self._dead(self._a, in_a, index) and self._dead(self._b, in_b, index):
+            return None
+        if in_a is None or in_a != in_b:
+            what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
+            raise _refuse("ambiguous-word", f"{where} is {what[0]} in one capture and {what[1]} in another")
+        return Slot(index, offset, *in_a)
+
+    def _foreign(self, value: int) -> bool:
+        return self._framework is not None and self._framework.find(value) is not None
 
     @staticmethod
     def _dead(recording: Recording, hit: tuple[int, int] | None, node: int) -> bool:

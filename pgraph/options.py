@@ -38,7 +38,8 @@ class Options:
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
     # Less memory means more launches; 24 MiB keep an ordinary transformer block in one piece.
     memory_slack_mb: int = 24
-    # With dynamic shapes: capture only calls whose varying sizes are all among these; () captures any.
+    # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
+    # these; () captures any.
     capture_sizes: tuple[int, ...] = ()
     # Raise FullCaptureError as soon as anything stays outside the graphs, instead of running it plainly.
     require_full_capture: bool = False

@@ -26,7 +26,7 @@ from pgraph import observe, stats, strict
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, MatchError
+from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
 from pgraph.facts import PartFacts
 from pgraph.launch import Launcher
 from pgraph.options import Options
@@ -39,7 +39,7 @@ __all__ = ["GraphRunner", "PartitionRunner", "Variant"]
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # captures tried when the device itself refuses
+_ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -141,6 +141,7 @@ class PartitionRunner:
         self._static = static
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._last: Variant | None = None
+        self._refusals = 0
         self._lock = threading.RLock()
         stats.register(self)
 
@@ -156,9 +157,21 @@ class PartitionRunner:
             addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if launcher is None or addresses is None or self._driver.is_capturing():
             return self._run_plainly(args, variant)
-        inputs = [args[position] for position in launcher.positions]
-        args.clear()
-        results, rewritten = launcher(inputs, addresses)
+        inputs = []
+        for position in launcher.positions:
+            inputs.append(args[position])
+            args[position] = None
+        try:
+            results, rewritten = launcher(inputs, addresses)
+        except (LaunchError, DriverError) as e:
+            assert variant is not None
+            self._refuse(variant, _launch_failed(e))
+            if isinstance(e, DriverError):  # a part has run
+                raise
+            for position, tensor in zip(launcher.positions, inputs, strict=True):
+                args[position] = tensor
+            self._insist(variant.reason)
+            return self._run_plainly(args, None)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -179,6 +192,7 @@ class PartitionRunner:
         with self._lock:
             self._variants.clear()
             self._last = None
+            self._refusals = 0
             self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
@@ -195,27 +209,18 @@ class PartitionRunner:
         """The variant for these arguments, captured if it is due; None to run plainly."""
         if self._driver.is_capturing():
             return None
-        if self.stats.reason is not None:
-            if self._options.require_full_capture:
-                strict.refuse(self.name, self.stats.reason, str(stats.report()))
-            return None
         with self._lock:
-            variant = next(
-                (
-                    v
-                    for v in reversed(self._variants.values())
-                    if v.launcher and v.addresses(args) is not None
-                ),
-                None,
-            )
+            variant = self._find(args)
             if variant is None:
-                variant = self._variant(args) if self._sizes.wanted(args) else None
-            else:
-                self._variants.move_to_end((variant.tensors, variant.others))
-            if variant is None:
-                return None
+                if not self._sizes.wanted(args):
+                    return None
+                if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
+                    self._insist(self.stats.reason)
+                    return None
+                variant = self._variant(args)
             if variant.state is State.WARM and self._due(variant):
                 self._capture(variant, args)
+            self._insist(variant.reason)
             if variant.launcher is not None:
                 self._last = variant
             return variant
@@ -234,7 +239,7 @@ class PartitionRunner:
             return False
         return threading.get_ident() in variant.threads or variant.runs >= self._options.warmup + 3
 
-    def _variant(self, args: Sequence[Any]) -> Variant | None:
+    def _variant(self, args: Sequence[Any]) -> Variant:
         tensors, others, addresses = [], [], []
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor):
@@ -258,6 +263,8 @@ class PartitionRunner:
     def _evict(self) -> None:
         while len(self._variants) > self._options.max_captures:
             _, gone = self._variants.popitem(last=False)
+            if gone is self._last:
+                self._last = None
             if gone.launcher is not None:
                 self._sizes.evicted()
 
@@ -297,11 +304,21 @@ class PartitionRunner:
             log.info("%s could not be captured yet: %s", self.name, error)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
+        variant.built = variant.launcher = None
         variant.reason = reason
+        self._refusals += 1
+        told = self.stats.reason is not None and self.stats.reason.code == reason.code
+        log.log(logging.INFO if told else logging.WARNING, "%s runs plainly: %s", self.name, reason)
         self.stats.reason = reason
-        if self._options.require_full_capture:
+
+    def _insist(self, reason: Reason | None) -> None:
+        """In hard mode a refusal is an error, at this call and at every later one.
+
+        Raises:
+            FullCaptureError: there is a reason, and `require_full_capture` is set.
+        """
+        if reason is not None and self._options.require_full_capture:
             strict.refuse(self.name, reason, str(stats.report()))
-        log.warning("%s runs plainly: %s", self.name, reason)
 
 
 def _device_failed(error: Exception) -> Reason:
@@ -309,6 +326,14 @@ def _device_failed(error: Exception) -> Reason:
         "device-failed",
         f"the device refused {_ATTEMPTS} times while capturing: {error}",
         "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
+    )
+
+
+def _launch_failed(error: Exception) -> Reason:
+    return Reason(
+        "launch-failed",
+        f"a captured graph could not be launched: {error}",
+        'report it, with the log of TORCH_LOGS="+pgraph"; these shapes run plainly until pgraph.reset()',
     )
 
 

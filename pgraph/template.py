@@ -82,13 +82,14 @@ class OutputSpec:
 
     Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
     returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
-    not depend on the call).
+    not depend on the call; `unread` if its value means nothing).
     """
 
     region: int | None = None
     input: int | None = None
     layout: TensorSpec | None = None
     constant: Any = None
+    unread: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

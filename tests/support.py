@@ -63,7 +63,9 @@ def copies(values: Sequence[Any]) -> list[Any]:
     """Independent tensors of the same values; the same tensor twice stays so."""
     made: dict[int, Any] = {}
     return [
-        made.setdefault(id(v), v.detach().clone().requires_grad_(v.requires_grad)) if isinstance(v, Tensor) else v
+        made.setdefault(id(v), v.detach().clone().requires_grad_(v.requires_grad))
+        if isinstance(v, Tensor)
+        else v
         for v in values
     ]
 

@@ -81,6 +81,7 @@ def equality_row(**changes: Any) -> dict[str, Any]:
         **counts,
         "captures_warm": 2,
         "captures_end": 2,
+        "tensors_reference_bit_equal": 4990,
         "reference": "inductor",
         "status": "equal",
         **changes,
@@ -199,6 +200,7 @@ def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None
         "200",
         "5,000",
         "5,000",
+        "4,990",
         "321",
         "2 -> 2",
         "equal",
@@ -280,6 +282,22 @@ def test_equality_judges_by_the_references_own_spread(load: Any) -> None:
     assert "step 0" in str(judge((x, tiny, torch.full_like(x, float("nan")))))
     assert "(32,)" in str(judge((x, x.clone(), x[:32])))
     assert not equality.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_equality_judges_gradients_together(load: Any) -> None:
+    equality = load("equality")
+    x = torch.linspace(-1, 1, 64)
+    tiny = x + 2e-7
+
+    def judge(twin_of_b: torch.Tensor) -> list[str]:
+        verdicts = {name: equality.Verdict() for name in ("loss", "gradient of a", "gradient of b")}
+        equality.compare(verdicts["loss"], "loss", 0, (x, x.clone(), x.clone()))
+        equality.compare(verdicts["gradient of a"], "gradient of a", 0, (x, x.clone(), tiny))
+        equality.compare(verdicts["gradient of b"], "gradient of b", 0, (x, twin_of_b, x.clone()))
+        return equality.verdict_failures(verdicts)
+
+    assert len(judge(x.clone())) == 1  # the reference repeats itself: rounding is a failure
+    assert judge(tiny) == []  # it does not
 
 
 def test_equality_run_moves_addresses_and_agrees(load: Any, tmp_path: Path) -> None:

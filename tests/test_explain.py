@@ -105,6 +105,18 @@ def test_a_compiled_program_keeps_its_options() -> None:
     assert pgraph.explain(module)(torch.randn(2, 8)).complete
 
 
+def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
+    """Drawn before the graph that takes them: shown, but nothing to change."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU())
+    compiled = host(model, "inductor")
+    found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
+    assert [p.state for p in found.parts] == ["plain", "captured", "captured"]
+    assert [r.code for r in found.parts[0].reasons] == ["rng-seeds"]
+    assert found.changes == ()
+    assert found.complete
+    assert ("aten::ones_like", 1) in found.uncompiled  # the backward's first gradient
+
+
 def test_steps_are_counted_and_checked() -> None:
     calls = []
 
@@ -301,6 +313,16 @@ def test_hard_mode_refuses_a_failed_capture() -> None:
     compiled(torch.ones(4))
     compiled(torch.ones(4))
     assert pgraph.report().launches == 1
+
+
+def test_hard_mode_refuses_a_failed_launch() -> None:
+    compiled = host(lambda x: (x * 2).cumsum(0), require_full_capture=True)
+    for _ in range(3):
+        compiled(torch.ones(4))
+    with inject(HostFaults(fail_at="launch")), pytest.raises(FullCaptureError, match="launch-failed"):
+        compiled(torch.ones(4))
+    with pytest.raises(FullCaptureError, match="launch-failed"):
+        compiled(torch.ones(4))
 
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])

@@ -10,6 +10,7 @@ from support import agree, host, launching, same
 from torch import Tensor, nn
 
 import pgraph
+from pgraph.backend import backend
 from pgraph.safety import mark_unsafe, unmark_unsafe
 
 
@@ -198,6 +199,20 @@ def test_captures_are_bounded_least_recently_used_first() -> None:
     assert [captures_after(n) for n in (2, 3, 2, 4, 2, 3)] == [1, 2, 2, 3, 3, 4]
 
 
+def test_one_capture_at_a_time() -> None:
+    """A shape seen once pushes the only capture out; the next new shape finds nothing to keep."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x.cumsum(0) * 2
+
+    compiled = host(fn, dynamic=True, max_captures=1)
+    for n in (2, 3, 4, 4, 5, 6, 7, 7, 4):
+        x = torch.randn(n, 5)
+        same(compiled(x), fn(x))
+        assert all(len(p.variants()) <= 1 for p in pgraph.stats.live_partitions())
+    assert pgraph.report().captures == 2
+
+
 @pytest.fixture
 def marked() -> Any:
     mark_unsafe("aten::sin", "is marked by a test", "unmark it")
@@ -257,3 +272,29 @@ def test_a_number_read_on_the_host_in_the_middle() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         agree(fn, host(fn), lambda: (torch.randn(6),), calls=3)
     assert any("host" in str(p) for p in pgraph.report().outside)
+
+
+def test_a_constant_tensor_is_returned() -> None:
+    """One that the code holds: no launch makes it, each call returns it."""
+    held = torch.arange(3.0)
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", held)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2 + 1, self.held
+
+    compiled = backend(
+        torch.fx.symbolic_trace(Holds()),
+        [torch.randn(4)],
+        options={"driver": "host", "codegen": "aten", "min_ops": 1},
+    )
+    compiled(torch.randn(4))
+    with launching(2):
+        for _ in range(2):
+            x = torch.randn(4)
+            got = compiled(x)
+            same(got[0], x * 2 + 1)
+            assert got[1].data_ptr() == held.data_ptr()

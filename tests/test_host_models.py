@@ -177,7 +177,9 @@ def test_several_forwards_before_any_backward() -> None:
     xs = [torch.randn(3, 8, requires_grad=True) for _ in range(5)]
     with launching(10):
         outs = [compiled(x) for x in xs]
-        got = [torch.autograd.grad((o * o).sum(), x)[0] for o, x in reversed(list(zip(outs, xs, strict=True)))]
+        got = [
+            torch.autograd.grad((o * o).sum(), x)[0] for o, x in reversed(list(zip(outs, xs, strict=True)))
+        ]
     want = [torch.autograd.grad((model(x) ** 2).sum(), x)[0] for x in reversed(xs)]
     same(got, want)
 

@@ -41,6 +41,13 @@ def test_equal_words_are_constants() -> None:
     assert match(a, b, framework=outside()) == ()
 
 
+@pytest.mark.parametrize("word", [A + 0x8000, B + 0x8200, A + 0x4000])
+def test_an_equal_word_in_a_ghost_range_is_a_constant(word: int) -> None:
+    """Row 2: a pointer to ghost memory is never the same in both captures."""
+    a, b = pair((word,), (word,))
+    assert match(a, b, framework=outside()) == ()
+
+
 def test_an_equal_word_in_framework_memory_is_refused() -> None:
     """Row 1: memory that is no argument may be gone tomorrow."""
     a, b = pair((FRAMEWORK + 8,), (FRAMEWORK + 8,))
@@ -102,18 +109,38 @@ def test_ghosts_that_disagree_are_ambiguous(word_a: int, word_b: int, text: str)
         match(a, b)
 
 
-@pytest.mark.parametrize("other", [0, B + 0x8200, FRAMEWORK + 16])
-def test_a_word_that_moved_in_framework_memory_is_ambiguous(other: int) -> None:
-    """Row 6: one value there is enough."""
-    for words in ((FRAMEWORK + 8, other), (other, FRAMEWORK + 8)):
-        a, b = pair(words[:1], words[1:])
-        with pytest.raises(MatchError, match="ambiguous-word.*device memory"):
-            match(a, b, framework=outside())
+@pytest.mark.parametrize(
+    ("word_a", "word_b"),
+    [
+        (FRAMEWORK + 8, FRAMEWORK + 16),
+        (A + 0x8000, FRAMEWORK + 8),
+        (FRAMEWORK + 8, B + 0x8200),
+        (A + 0x4000, FRAMEWORK + 8),  # between the regions
+    ],
+)
+def test_a_word_that_moved_in_framework_memory_is_ambiguous(word_a: int, word_b: int) -> None:
+    """Row 6: device memory on both sides may be a pointer."""
+    a, b = pair((word_a,), (word_b,))
+    with pytest.raises(MatchError, match=r"ambiguous-word.*device memory"):
+        match(a, b, framework=outside())
 
 
-@pytest.mark.parametrize(("word_a", "word_b"), [(1, 2), (A + 0x8000, 5), (B + 0x8200, A + 0x8000), (2**64 - 1, 0)])
+@pytest.mark.parametrize(
+    ("word_a", "word_b"),
+    [
+        (1, 2),
+        (2**64 - 1, 0),
+        (A + 0x8000, 5),
+        (5, B + 0x8200),
+        (B + 0x8200, A + 0x8000),  # each in the other's ghosts
+        (A + 0x8000, A + 0x8200),
+        (FRAMEWORK + 8, 0),
+        (0, FRAMEWORK + 8),
+        (FRAMEWORK + 8, A + 0x8000),
+    ],
+)
 def test_other_words_that_differ_are_padding(word_a: int, word_b: int) -> None:
-    """Row 7: garbage is common and harmless, even if one side looks like a ghost."""
+    """Row 7: garbage is common and harmless, even if one side looks like an address."""
     a, b = pair((word_a,), (word_b,))
     assert match(a, b, framework=outside()) == ()
 
@@ -168,6 +195,43 @@ def test_two_captures_must_have_one_structure(edit: object, code: str) -> None:
         match(a, edit(b))  # type: ignore[operator]
     assert caught.value.reason.code == code
     assert caught.value.reason.fix
+
+
+class Ambiguous:
+    """Like a tensor: to compare two of them gives no truth value."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_returned_constants_are_compared_by_identity() -> None:
+    """A tensor that the code holds and returns is the same object in both captures."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+    held, other = Ambiguous(), Ambiguous()
+
+    def returning(r: Recording, value: object) -> Recording:
+        return dataclasses.replace(r, outputs=(OutputSpec(constant=value),))
+
+    assert match(returning(a, held), returning(b, held))
+    assert match(returning(a, 3), returning(b, 3))
+    for x, y in ((held, other), (3, 4), (1, True)):
+        with pytest.raises(MatchError, match="outputs-differ"):
+            match(returning(a, x), returning(b, y))
+
+
+def test_results_that_nobody_reads_may_differ() -> None:
+    """Host tensors that a captured partition hands on to its backward, say."""
+    a, b = pair((A + 0x8000,), (B + 0x8200,))
+
+    def returning(r: Recording, *, unread: bool) -> Recording:
+        return dataclasses.replace(r, outputs=(OutputSpec(constant=Ambiguous(), unread=unread),))
+
+    assert match(returning(a, unread=True), returning(b, unread=True))
+    for x, y in ((True, False), (False, True), (False, False)):
+        with pytest.raises(MatchError, match="outputs-differ"):
+            match(returning(a, unread=x), returning(b, unread=y))
 
 
 def test_range_map_finds_only_what_lies_inside() -> None:

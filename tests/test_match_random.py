@@ -18,6 +18,7 @@ LOW = (0x7000_0000_0000, 0x7100_0000_0000)
 FRAMEWORK = (0x7F00_0000_0000, 1 << 16)
 FOREIGN = RangeMap([(*FRAMEWORK, 0)])
 SLACK = 32
+KINDS = ("slot", "same", "garbage", "half", "stale")
 
 
 @dataclasses.dataclass
@@ -39,7 +40,8 @@ class Case:
     def params(self, node: int, bases: list[int], capture: int) -> bytes:
         words = []
         for kind, *facts in self.nodes[node]:
-            words.append(bases[facts[0]] + facts[1] if kind == "slot" else facts[0 if kind == "same" else capture])
+            fixed = facts[0 if kind == "same" else capture]
+            words.append(bases[facts[0]] + facts[1] if kind == "slot" else fixed)
         return struct.pack(f"={len(words)}Q", *words)
 
     def recording(self, capture: int) -> Recording:
@@ -62,7 +64,7 @@ class Case:
         }
 
     def alive(self, node: int) -> list[int]:
-        return [r for r, (birth, death) in enumerate(self.lives) if birth <= node and (death is None or node < death)]
+        return [r for r, (b, d) in enumerate(self.lives) if b <= node and (d is None or node < d)]
 
 
 def is_free(value: int) -> bool:
@@ -74,6 +76,14 @@ def is_free(value: int) -> bool:
 free_words = st.one_of(
     st.integers(0, 4096), st.integers(0, 2**64 - 1), st.sampled_from([LOW[0] - 4096, 2**64 - 1, 1 << 47])
 ).filter(is_free)
+
+
+def own_ghosts(capture: int) -> st.SearchStrategy[int]:
+    """Addresses in a capture's ghost range, whether a region lies there or not."""
+    return st.integers(LOW[capture], LOW[capture] + (1 << 32) - 1)
+
+
+framework_words = st.integers(FRAMEWORK[0], FRAMEWORK[0] + FRAMEWORK[1] - 1)
 
 
 @st.composite
@@ -98,7 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
         alive = case.alive(i)
         dead = [r for r in range(n_regions) if r not in alive]
         words: list[tuple[Any, ...]] = []
-        for kind in draw(st.lists(st.sampled_from(["slot", "same", "garbage", "stale"]), max_size=6)):
+        for kind in draw(st.lists(st.sampled_from(KINDS), max_size=6)):
             if kind == "slot" and alive:
                 region = draw(st.sampled_from(alive))
                 words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
@@ -107,8 +117,12 @@ def cases(draw: st.DrawFn) -> Case:
                 words.append(("two", *(bases[c][r] for c, r in enumerate(olds))))
             elif kind == "garbage":
                 words.append(("two", draw(free_words), draw(free_words)))
+            elif kind == "half":  # an address on one side only
+                capture, free = draw(st.integers(0, 1)), draw(free_words)
+                address = draw(own_ghosts(capture) | framework_words)
+                words.append(("two", *((address, free) if capture == 0 else (free, address))))
             else:
-                words.append(("same", draw(free_words)))
+                words.append(("same", draw(free_words | own_ghosts(0) | own_ghosts(1))))
         case.nodes.append(words)
     return case
 
@@ -140,21 +154,25 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
     """One word that two captures see differently, among any others, is never given an address."""
     node = data.draw(st.integers(0, len(case.nodes) - 1))
     alive = case.alive(node)
-    kind = data.draw(st.sampled_from(["delta", "region", "nowhere", "framework"] if alive else ["framework"]))
+    always = ["framework", "ghost, framework", "framework, ghost"]
+    kind = data.draw(st.sampled_from(["delta", "region", "nowhere", *always] if alive else always))
     region = data.draw(st.sampled_from(alive)) if alive else 0
     here = [bases[region] for bases in case.bases]
     if kind == "delta":
         shift = data.draw(st.integers(1, max(case.sizes[region], 1) + SLACK - 1))
         word = ("two", here[0], here[1] + shift)
     elif kind == "region":
-        other = data.draw(st.integers(0, len(case.sizes) - 1).filter(lambda r: r != region or len(case.sizes) == 1))
+        n = len(case.sizes)
+        other = data.draw(st.integers(0, n - 1).filter(lambda r: r != region or n == 1))
         word = ("two", here[0], case.bases[1][other] + (1 if other == region else 0))
     elif kind == "nowhere":
         word = ("two", here[0], LOW[1] + (1 << 31))
+    elif kind == "framework":
+        word = ("two", *data.draw(st.lists(framework_words, min_size=2, max_size=2, unique=True)))
+    elif kind == "ghost, framework":
+        word = ("two", data.draw(own_ghosts(0)), data.draw(framework_words))
     else:
-        inside = FRAMEWORK[0] + data.draw(st.integers(0, FRAMEWORK[1] - 1))
-        values = data.draw(st.permutations([inside, data.draw(free_words)]))
-        word = ("two", *values)
+        word = ("two", data.draw(framework_words), data.draw(own_ghosts(1)))
     at = data.draw(st.integers(0, len(case.nodes[node])))
     case.nodes[node].insert(at, word)
     with pytest.raises(MatchError) as caught:

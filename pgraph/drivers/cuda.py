@@ -18,7 +18,9 @@ Note [cuBLAS workspace is a temporary]
 cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
 to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
 workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
-any stream, and not kept.
+any stream, and not kept. PyTorch can only drop the workspaces of all streams at once (CUDA graph trees
+do so too). Other streams take a new one at their next product, but a CUDA graph that the program
+captured by itself may hold the address of an old one; while such a graph is alive, nothing is captured.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +37,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph import native
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
 from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
@@ -55,6 +59,8 @@ class CudaSession(Session):
 
     def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools) -> None:
         self.arena: CudaArena = arena
+        library = native.load()
+        self._scrub = library.pg_scrub_stack if library is not None else None
         self._stream = stream
         self._pools = pools
         self._hidden: list[HiddenAllocation] = []
@@ -74,6 +80,8 @@ class CudaSession(Session):
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pools.refresh()
+        if self._scrub is not None:
+            self._scrub()
         return op(*args, **kwargs)
 
     def patches(
@@ -143,6 +151,7 @@ class CudaDriver(Driver):
     @contextlib.contextmanager
     def capture(self, arena: Arena) -> Iterator[Session]:
         assert isinstance(arena, CudaArena)
+        _refuse_foreign_graphs()
         stream = self._capture_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
@@ -159,6 +168,7 @@ class CudaDriver(Driver):
         self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         with torch.cuda.device(self.device):
+            graph.anchor(nodes, self.device.index)
             return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
 
     def framework_ranges(self) -> RangeMap | None:
@@ -196,10 +206,32 @@ class CudaDriver(Driver):
         return self._stream
 
 
+def _refuse_foreign_graphs() -> None:
+    """See Note [cuBLAS workspace is a temporary]. CUDA graph trees' own graphs do not count.
+
+    Raises:
+        CaptureError: the program holds CUDA graphs that it captured by itself.
+    """
+    things = gc.get_objects()
+    # By type(), not isinstance(): that would ask weak proxies, whose objects may be gone.
+    of_trees = {id(t.graph) for t in things if type(t).__name__ == "CUDAGraphNode" and hasattr(t, "graph")}
+    foreign = sum(issubclass(type(t), torch.cuda.CUDAGraph) and id(t) not in of_trees for t in things)
+    if foreign:
+        raise CaptureError(
+            Reason(
+                "foreign-graphs",
+                f"the program holds {foreign} CUDA graphs of its own, "
+                "whose cuBLAS workspaces a capture would free",
+                "run the compiled model a few times before you capture your own graphs; or drop them and "
+                "call pgraph.reset()",
+            )
+        )
+
+
 def _clear_last_error() -> None:
     """Drop the error that a lost capture leaves in the CUDA runtime for the next checked launch."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcudart.so.13").cudaGetLastError()
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
 def _invalid(sentence: str) -> Reason:

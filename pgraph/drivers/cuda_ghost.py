@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +26,14 @@ __all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace"]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
-# Where the ranges should lie: high enough that two small 32-bit numbers side by side, which kernels'
-# parameters are full of, do not look like an address in them.
+# Where ghosts should lie. Parameters are full of small numbers, side by side and over left-over halves
+# of addresses: neither may look like an address here. So the upper half is large, and the lower half is
+# neither a small number nor a common float (0x5000_0000 is 1.3e9, or 8.6e9 as a float32).
 _HINT = (0x5A00_0000_0000, 0x5B00_0000_0000)
+_START = 0x5000_0000
+# Each arena starts elsewhere, so that what the allocator's log says of earlier ones is not taken for this.
+_STRIDE = 8 << 30
+_arenas = itertools.count()
 _GUARD = 256 << 10
 _SEGMENT = 2 << 20  # alignment of the caching allocator's segments
 
@@ -74,8 +80,10 @@ class CudaArena(Arena):
         except DriverError:
             check(cu.cuMemRelease(self._handle))
             raise
-        self.low, self.high, self.guard = int(base), int(base) + _RESERVE, _GUARD
+        self._base = self.low = int(base)
+        self.high, self.guard = self._base + _RESERVE, _GUARD
         libcuda = ctypes.CDLL("libcuda.so.1")
+        self.low = self._base + _START + next(_arenas) % (_RESERVE // 2 // _STRIDE) * _STRIDE
         self.state = _State(
             low=self.low,
             high=self.high,
@@ -139,7 +147,7 @@ class CudaArena(Arena):
         for address in range(self.low, self.state.mapped, self._chunk):
             check(cu.cuMemUnmap(address, self._chunk))
         check(cu.cuMemRelease(self._handle))
-        check(cu.cuMemAddressFree(self.low, _RESERVE))
+        check(cu.cuMemAddressFree(self._base, _RESERVE))
 
 
 def _physical(prop: Any) -> tuple[int, Any]:

@@ -30,6 +30,7 @@ __all__ = ["CudaExec", "CudaGraph", "chain_of", "check", "read_node"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
+_COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
 _KIND = {"kernel": 0, "memcpy": 1, "memset": 2}
 _HOST_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_HOST
 _ARRAY_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
@@ -108,6 +109,32 @@ def read_node(node: Any) -> NodeRecord:
         (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
         return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
     raise CaptureError(_node_reason(f"a node of type {kind.name}"))
+
+
+def _moved_bytes(record: NodeRecord) -> int:
+    """Bytes from the first to the last that a copy or fill node touches at either end."""
+    words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+    if record.kind == "memcpy":
+        width, height, depth = words[22:25]
+        pitch = max(words[9], words[20], width)
+        rows = max(words[10], words[21], height)
+        return pitch * rows * depth
+    pitch, size_of, width, height = words[1], words[2] >> 32, words[3], words[4]
+    return max(pitch * height, width * height * size_of)
+
+
+def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
+    """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
+    segments = [
+        s
+        for s in torch.cuda.memory_snapshot(include_traces=False)
+        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]
+    largest = max(segments, key=lambda s: s["total_size"], default=None)
+    if largest is not None and largest["total_size"] >= nbytes:
+        return largest["address"], None
+    owner = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    return owner.data_ptr(), owner
 
 
 def _node_reason(what: str) -> Reason:
@@ -229,19 +256,21 @@ class _ExecEntry(ctypes.Structure):
 
 @functools.cache
 def _calls() -> Any:
-    """`pg_calls`: the driver functions that a launch needs."""
+    """The driver functions called by hand, and `pg_calls`: the table of those that a launch needs."""
     lib = ctypes.CDLL("libcuda.so.1")
     functions = [
         lib.cuGraphExecKernelNodeSetParams_v2,
         lib.cuGraphExecMemcpyNodeSetParams,
         lib.cuGraphExecMemsetNodeSetParams,
         lib.cuGraphLaunch,
+        lib.cuGraphMemcpyNodeSetParams,
+        lib.cuGraphMemsetNodeSetParams,
     ]
-    kernel, copy, fill, launch = functions
+    kernel, copy, fill, launch, anchor_copy, anchor_fill = functions
     kernel.argtypes = [ctypes.c_void_p] * 3
     copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 4
-    launch.argtypes = [ctypes.c_void_p] * 2
-    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
+    launch.argtypes = anchor_copy.argtypes = anchor_fill.argtypes = [ctypes.c_void_p] * 2
+    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions[:4]])
     return functions, table
 
 
@@ -255,6 +284,41 @@ class CudaGraph:
     def __init__(self, graph: Any, chain: Sequence[Any]) -> None:
         self.graph = graph
         self.chain = chain
+        self._anchored = False
+
+    def anchor(self, nodes: Sequence[NodeRecord], device: int) -> None:
+        """Point the copy and fill nodes at ordinary memory; to be done before anything is instantiated.
+
+        Note [Copies are anchored]
+        An exec's copy and fill nodes take new addresses only from the context that the old ones had
+        when it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none:
+        every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
+        first, large enough for what they move. It is never used: all slots are written before a launch.
+
+        Raises:
+            CaptureError: the driver does not take it.
+        """
+        if self._anchored:
+            return
+        self._anchored = True
+        moving = [
+            (node, record) for node, record in zip(self.chain, nodes, strict=True) if record.kind != "kernel"
+        ]
+        if not moving:
+            return
+        need = max(_moved_bytes(record) for _, record in moving)
+        address, _holder = _ordinary_range(need, device)
+        for node, record in moving:
+            words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+            if record.kind == "memcpy":
+                words[_COPY_FROM] = words[_COPY_TO] = address
+                code = _calls()[0][4](int(node), ctypes.addressof(words))
+            else:
+                words[_FILL_TO] = address
+                code = _calls()[0][5](int(node), ctypes.addressof(words))
+            if code:
+                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
+                raise CaptureError(_node_reason(what))
 
     def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
         """A copy with the nodes [first, last) only, and those nodes' handles in it."""
@@ -350,7 +414,7 @@ class CudaExec(Exec):
         return code
 
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
-        (kernel, copy, fill, launch), _ = _calls()
+        kernel, copy, fill, launch = _calls()[0][:4]
         handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
         for entry in self._entries:
             changed = False
@@ -366,6 +430,8 @@ class CudaExec(Exec):
                 else:
                     code = (copy if entry.kind == 1 else fill)(handle, entry.node, entry.params, ctx)
                 if code:
+                    for s in self._slots[entry.first : entry.last]:
+                        self._words[s.word] = 0xFFFFFFFFFFFFFFFF  # unset: to be set at the next launch
                     check((cu.CUresult(code),))
         check((cu.CUresult(launch(handle, stream)),))
         return rewritten

@@ -69,11 +69,24 @@ int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
             rc = e->calls->copy(e->exec, n->node, n->params, e->ctx);
         else
             rc = e->calls->fill(e->exec, n->node, n->params, e->ctx);
-        if (rc)
+        if (rc) {
+            /* The node still has its old parameters: make sure that the next launch sets it. */
+            for (int64_t s = n->first; s < n->last; s++)
+                e->words[e->slots[s].word] = ~(uint64_t)0;
             return -rc;
+        }
     }
     int rc = e->calls->launch(e->exec, stream);
     return rc ? -rc : count;
+}
+
+/* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find
+ * it; without old addresses lying about there, fewer captures are ambiguous. */
+void pg_scrub_stack(void)
+{
+    volatile char old[96 << 10];
+    for (size_t i = 0; i < sizeof old; i++)
+        old[i] = 0;
 }
 
 typedef int (*fn_map)(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags);

@@ -1,0 +1,232 @@
+"""Traps that a prototype fell into on a real GPU; each check is shown to fail without its cure.
+
+A control never launches a graph that could write out of bounds: it looks at recordings and templates.
+Other hazards: aliasing and alignment in `test_inputs_gpu`, random numbers in `test_models`, a table of
+pointers on the device (grouped products) in `test_ops_gpu`, failed captures in `test_failures_gpu`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_helpers import (
+    DEVICE,
+    Shaker,
+    assert_launched,
+    assert_same,
+    built,
+    check,
+    compile_pgraph,
+    explain,
+    index,
+    partitions,
+    randn,
+    same_bits,
+    templates,
+)
+from llama import Llama, LlamaConfig
+from torch import Tensor
+
+from pgraph import capture, drivers, runner
+
+# They need cuda-bindings, which a CPU build of torch does not bring.
+cuda_ghost = pytest.importorskip("pgraph.drivers.cuda_ghost", reason="needs cuda-bindings")
+cuda_nodes = pytest.importorskip("pgraph.drivers.cuda_nodes", reason="needs cuda-bindings")
+
+pytestmark = pytest.mark.gpu
+
+
+def test_whole_llama_equals_inductor_over_many_steps() -> None:
+    """Hazard 1, as it was met: attention's scratch, four layers, forward and backward in one piece."""
+    config = LlamaConfig(dim=256, layers=4, heads=4, kv_heads=2)
+    torch.manual_seed(3)
+    models = [Llama(config).to_training(DEVICE) for _ in range(3)]
+    for m in models[1:]:
+        m.load_state_dict(models[0].state_dict())
+    runs = [torch.compile(m, dynamic=False) for m in models[:2]] + [compile_pgraph(models[2])]
+    shaker = Shaker()
+    for i in range(12):
+        tokens, targets = index(2, 128, high=256), index(2, 128, high=256)
+        results = []
+        for run, m in zip(runs, models, strict=True):
+            m.zero_grad(set_to_none=True)
+            loss = run(tokens, targets)
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in m.parameters())])
+        assert same_bits(results[2][0], results[0][0]), f"loss of step {i}{explain()}"
+        assert_same(f"step {i}", results[2], results[0], results[1], exact=False)
+        shaker.shake()
+    assert_launched(10)
+
+
+def _overlaps(recording: Any) -> list[tuple[Any, Any]]:
+    order = sorted(recording.allocations, key=lambda a: a.address)
+    return [(a, b) for a, b in itertools.pairwise(order) if b.address < a.address + a.nbytes]
+
+
+def _record(fn: Callable[[list[Any]], Any], inputs: list[Tensor]) -> Any:
+    driver = drivers._get(DEVICE)
+    fn(list(inputs))
+    with driver.capture_lock(), driver.arena(0) as arena:
+        return capture.record(driver, arena, fn, inputs, [256] * len(inputs))
+
+
+def _scratch_then_smaller(args: list[Any]) -> list[Tensor]:
+    (x,) = args
+    args.clear()
+    large = x * 2
+    total = large.sum(1)
+    del large
+    small = total[: len(total) // 2] + 1  # fits into the block that just became free
+    return [small, small * 2]
+
+
+def test_addresses_are_never_reused_inside_a_capture() -> None:
+    """Hazard 1, the cause: no two allocations of a recording overlap."""
+    assert not _overlaps(_record(_scratch_then_smaller, [randn(512, 512)]))
+
+
+def test_addresses_would_be_reused_without_a_pool_per_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(cuda_ghost.GhostPools, "refresh", lambda self: None)
+    monkeypatch.setattr(capture, "_merge", lambda ranges, n: (list(ranges), list(range(len(ranges)))))
+    assert _overlaps(_record(_scratch_then_smaller, [randn(512, 512)])), "the check above cannot fail"
+
+
+def _product_nodes() -> list[tuple[Any, Any, int]]:
+    return [(t, n, i) for t in templates() for i, n in enumerate(t.nodes) if n.header[-1:] == (("extra",),)]
+
+
+def _multiply() -> None:
+    compiled = compile_pgraph(lambda a, b: (a @ b) * 2, codegen="aten")
+    for _ in range(3):
+        compiled(randn(1024, 1024, dtype=torch.bfloat16), randn(1024, 1024, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="Hopper's cuBLAS"
+)
+def test_cublas_parameters_passed_in_one_buffer_are_rebound() -> None:
+    """Hazard 5: parameters behind `extra`, tensor maps included, hold slots for both factors."""
+    _multiply()
+    assert_launched(2)
+    found = _product_nodes()
+    assert found, f"no node takes its parameters through `extra`: {[str(t.render()) for t in templates()]}"
+    for template, _, i in found:
+        regions = {s.region for s in template.slots if s.node == i}
+        assert {0, 1} <= regions, f"node {i} names regions {regions} only:\n{template.render()}"
+        assert len(regions) >= 3, f"node {i} names no result:\n{template.render()}"
+
+
+def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
+    """Hazard 6: launches write into buffers of their own."""
+    compiled = compile_pgraph(lambda x, w: (torch.cat((x @ w, x.clone())) * 2).sum(0), codegen="aten")
+    chains: list[Any] = []
+    seen: list[list[bytes]] = []
+    for i in range(6):
+        compiled(randn(128, 128), randn(128, 128))
+        if i == 1:
+            chains = [e._source.chain for b in built() for e in b.execs]
+        if chains:
+            seen.append([cuda_nodes.read_node(node).params for chain in chains for node in chain])
+    assert_launched(5)
+    assert all(now == seen[0] for now in seen[1:]), "a launch edited the graph's own nodes"
+    records = [record for b in built() for record in b.template.nodes]
+    for now, record in zip(seen[0], records, strict=True):
+        # Copies are anchored elsewhere on purpose; a kernel is as it was captured.
+        assert record.kind != "kernel" or now == record.params, record.name
+
+
+def test_copy_and_fill_nodes_are_rebound() -> None:
+    """Hazard 7."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        z = torch.zeros(300, 70, device=x.device)
+        return x.clone(), z.index_add(0, torch.arange(100, device=x.device), x), z
+
+    check(fn, lambda: (randn(100, 70),), label="copy and fill")
+    (template,) = templates()
+    moved = {template.nodes[s.node].kind for s in template.slots}
+    assert {"kernel", "memcpy", "memset"} <= moved, template.render()
+
+
+def test_first_product_of_a_fresh_thread() -> None:
+    """Hazard 11: neither cuBLAS's handle nor its workspace exists in this thread before."""
+    compiled = compile_pgraph(lambda a, b: (a @ b) + 1, codegen="aten")
+    wrong: list[str] = []
+
+    def work() -> None:
+        for i in range(4):
+            a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+            if not same_bits(compiled(a, b), (a @ b) + 1):
+                wrong.append(f"call {i}")
+        torch.cuda.synchronize()
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not wrong, f"{wrong}{explain()}"
+    assert_launched(4)
+
+
+def test_split_products_on_two_streams_at_once() -> None:
+    """Hazard 11: each launch has a workspace of its own, so that two may run side by side."""
+    first = compile_pgraph(lambda a, b: (a @ b) * 1, codegen="aten")
+    second = compile_pgraph(lambda a, b: (a @ b) * 2, codegen="aten")
+    a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    c, d = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        one, two = first(a, b), second(c, d)
+    assert_launched(2)
+    assert same_bits(one, a @ b), explain()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    bad = torch.zeros(2, device=DEVICE, dtype=torch.int64)
+    for _ in range(200):
+        with torch.cuda.stream(streams[0]):
+            bad[0] += (first(a, b) != one).sum()
+        with torch.cuda.stream(streams[1]):
+            bad[1] += (second(c, d) != two).sum()
+    torch.cuda.synchronize()
+    assert bad.tolist() == [0, 0], f"wrong elements per stream: {bad.tolist()}{explain()}"
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_nothing_runs_while_a_capture_is_made(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard 12: a backward, which may write into what was saved, leaves its arguments as they were.
+
+    Inputs of the forward are written to as well, so that a run in place of a capture would show.
+    """
+    seen: list[str] = []
+
+    def watched(driver: Any, fn: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in inputs if isinstance(t, Tensor) and t.is_cuda]
+        before = [t.clone() for t in tensors]
+        made = real(driver, fn, inputs, *rest, **kwargs)
+        torch.cuda.synchronize()
+        seen.extend("same" if same_bits(x, y) else "changed" for x, y in zip(tensors, before, strict=True))
+        return made
+
+    real = runner.build
+    monkeypatch.setattr(runner, "build", watched)
+
+    def fn(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return torch.softmax((x @ w).tanh() * 2, -1).square()
+
+    compiled = compile_pgraph(fn, codegen=codegen)
+    count = torch.zeros(4, device=DEVICE)
+    for _ in range(4):
+        x, w = randn(64, 64, grad=True), randn(64, 64, grad=True)
+        compiled(x, w, count).sum().backward()
+    assert_launched(3)
+    assert len(partitions()) == 2, explain()
+    assert len(seen) >= 5, f"only {len(seen)} inputs were watched{explain()}"
+    assert "changed" not in seen, f"a capture wrote to its inputs: {seen}{explain()}"
+    assert count.tolist() == [4.0] * 4, f"a capture counted{explain()}"

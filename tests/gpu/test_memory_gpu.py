@@ -1,0 +1,219 @@
+"""pgraph holds no memory of its own, takes none to capture, and peaks where Inductor does."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_helpers import (
+    DEVICE,
+    assert_launched,
+    built,
+    compile_pgraph,
+    explain,
+    finish,
+    index,
+    python,
+    randn,
+    same_bits,
+)
+from llama import Llama, LlamaConfig
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import pgraph
+from pgraph import runner
+
+pytestmark = pytest.mark.gpu
+
+MB = 1 << 20
+
+
+def _mlp(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.relu(x @ w)
+    return torch.softmax(y @ w, -1), y.sum(0)
+
+
+def _live() -> tuple[int, int]:
+    """Bytes and blocks in use, as the caching allocator counts them."""
+    gc.collect()
+    torch.cuda.synchronize()
+    numbers = torch.cuda.memory_stats()
+    return numbers["allocated_bytes.all.current"], numbers["active.all.current"]
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_nothing_is_held_between_calls(codegen: str) -> None:
+    """Bytes and blocks in use return to where they were, forward and backward."""
+    compiled = compile_pgraph(_mlp, codegen=codegen)
+
+    def step() -> None:
+        x, w = randn(256, 128, grad=True), randn(128, 128, grad=True)
+        a, b = compiled(x, w)
+        (a.sum() + b.sum()).backward()
+
+    for _ in range(4):
+        step()
+    before = _live()
+    for i in range(20):
+        step()
+        assert _live() == before, f"after call {i}: {_live()}, before {before}{explain()}"
+    assert_launched(20)
+
+
+def test_inputs_and_results_die_with_their_owner() -> None:
+    compiled = compile_pgraph(_mlp, codegen="aten")
+    for i in range(6):
+        x, w = randn(64, 128), randn(128, 128)
+        results = compiled(x, w)
+        references = [weakref.ref(t) for t in (x, w, *results)]
+        storages = [StorageWeakRef(t.untyped_storage()) for t in (x, w, *results)]
+        before = _live()[1]
+        del x, w, results
+        held = [k for k, r in enumerate(references) if r() is not None]
+        held += [k for k, r in enumerate(storages) if not r.expired()]
+        assert not held, f"call {i}: tensors {held} are still alive{explain()}"
+        assert _live()[1] == before - 4, f"call {i}: {before} blocks, then {_live()[1]}{explain()}"
+    assert_launched(4)
+
+
+def test_a_capture_reserves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ghost pools come and go: no segment of theirs is left, and nothing else was reserved."""
+    seen: list[tuple[int, int]] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        before = torch.cuda.memory_reserved()
+        made = real(*args, **kwargs)
+        seen.append((before, torch.cuda.memory_reserved()))
+        return made
+
+    real = runner.build
+    monkeypatch.setattr(runner, "build", watched)
+    compiled = compile_pgraph(lambda x: _mlp(x.repeat(200, 1), x[:128]), codegen="aten")
+    for _ in range(4):
+        compiled(randn(256, 128))
+    assert_launched(3)
+    assert seen, "no capture was watched"
+    assert all(after <= before for before, after in seen), f"reserved before and after: {seen}{explain()}"
+    pools = {tuple(s["segment_pool_id"]) for s in torch.cuda.memory_snapshot()}
+    assert pools <= {(0, 0)}, f"private pools left behind: {pools}"
+
+
+def _peak(model: Llama, run: Callable[..., Tensor], steps: int) -> int:
+    """Bytes above the bare model at the peak of the last of a few steps, cuBLAS's workspaces included."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    bare = torch.cuda.memory_allocated()
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        tokens, targets = index(8, 512, high=256), index(8, 512, high=256)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run(tokens, targets).backward()
+    torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated() - bare
+
+
+def test_peak_of_a_whole_model_step_is_inductors() -> None:
+    """One graph for six layers would hold all activations and gradients at once; chunks do not."""
+    config = LlamaConfig(dim=512, layers=6, heads=8, kv_heads=4)
+    model = Llama(config).to_training(DEVICE)
+    inductor = _peak(model, torch.compile(model, dynamic=False), steps=3)
+    torch._dynamo.reset()
+    compiled = compile_pgraph(model)
+    mine = _peak(model, compiled, steps=5)
+    assert_launched(2)
+    limit = inductor * 1.02 + 8 * MB
+    chunks = [[c.held // MB for c in b.template.plan.chunks] for b in built()]
+    assert mine <= limit, (
+        f"peak {mine / MB:.1f} MiB, Inductor {inductor / MB:.1f}; held per chunk {chunks}{explain()}"
+    )
+    plans = [b.template.plan for b in built()]
+    assert max(len(p.chunks) for p in plans) > 1, f"nothing was cut, so nothing was shown{explain()}"
+    one_piece = max(sum(r.nbytes for r in b.template.regions) for b in built())
+    assert one_piece > limit, f"one launch would have fitted as well: {one_piece / MB:.1f} MiB{explain()}"
+
+
+def test_capture_on_a_full_device() -> None:
+    """All but some 600 MB is taken when the capture begins."""
+    compiled = compile_pgraph(_mlp, codegen="aten")
+    x, w = randn(256, 128), randn(128, 128)
+    expected = _mlp(x, w)
+    compiled(x, w)  # the warm-up
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(max(free - 600 * MB, 0), dtype=torch.uint8, device=DEVICE)
+    try:
+        for _ in range(3):
+            for got, want in zip(compiled(x, w), expected, strict=True):
+                assert same_bits(got, want), explain()
+    finally:
+        del taken
+        torch.cuda.empty_cache()
+    assert_launched(3)
+
+
+def test_reset_frees_the_execs_and_compiled_code_goes_on() -> None:
+    compiled = compile_pgraph(_mlp, codegen="aten")
+    args = randn(64, 128), randn(128, 128)
+    for _ in range(3):
+        compiled(*args)
+    assert_launched(2)
+    execs = [weakref.ref(e) for b in built() for e in b.execs]
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    pgraph.reset()
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] >= free
+    assert execs, explain()
+    assert all(ref() is None for ref in execs), "reset left execs behind"
+    for _ in range(4):
+        for got, want in zip(compiled(*args), _mlp(*args), strict=True):
+            assert same_bits(got, want), explain()
+    assert_launched(5)
+
+
+def test_users_memory_history_goes_on_and_disturbs_no_capture() -> None:
+    """The user's own log holds earlier captures at the same ghost addresses."""
+    torch.cuda.memory._record_memory_history()
+    try:
+        for scale in (2.0, 3.0, 4.0):
+
+            def fn(x: Tensor, w: Tensor, scale: float = scale) -> Tensor:
+                y = torch.sort((x @ w) * scale, dim=1).values
+                return y.cumsum(0) if scale > 2 else torch.cat((y, y * 2, x)).sum(1)
+
+            compiled = compile_pgraph(fn, codegen="aten")
+            for i in range(4):
+                x, w = randn(300, 128), randn(128, 128)
+                assert same_bits(compiled(x, w), fn(x, w)), f"scale {scale}, call {i}{explain()}"
+        assert torch._C._cuda_isHistoryEnabled(), "the user's recording was switched off"
+        assert_launched(3)
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    temporaries = [sum(r.kind == "temp" for r in b.template.regions) for b in built()]
+    assert max(temporaries) < 20, f"ranges of other captures were taken for this one's: {temporaries}"
+
+
+_EXPANDABLE = """
+import torch
+import gpu_helpers as h
+def fn(x, w):
+    y = torch.relu(x @ w)
+    return torch.sort(y, dim=1).values.sum(0) + torch.cat((y, x)).cumsum(0)[-1]
+h.check(fn, lambda: (h.randn(300, 128, dtype=torch.bfloat16), h.randn(128, 128, dtype=torch.bfloat16)))
+assert any(s["is_expandable"] for s in torch.cuda.memory_snapshot()), "segments are not expandable"
+print("RIGHT")
+"""
+
+
+def test_expandable_segments() -> None:
+    output = finish(python(_EXPANDABLE, PYTORCH_ALLOC_CONF="expandable_segments:True"))
+    assert "RIGHT" in output, output

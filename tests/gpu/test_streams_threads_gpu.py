@@ -1,0 +1,212 @@
+"""Streams, threads, other people's captures, profilers, and the end of the process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from gpu_helpers import (
+    DEVICE,
+    assert_launched,
+    assert_same,
+    compile_pgraph,
+    explain,
+    finish,
+    python,
+    randn,
+    report,
+    same_bits,
+)
+from torch import Tensor, nn
+
+import pgraph
+
+pytestmark = pytest.mark.gpu
+
+
+def _fn(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax((x @ w).tanh() * 2, -1).cumsum(0)
+
+
+def test_calls_on_a_side_stream() -> None:
+    compiled = compile_pgraph(_fn, codegen="aten")
+    side = torch.cuda.Stream()
+    for i in range(8):
+        x, w = randn(512, 512), randn(512, 512)
+        expected = _fn(x, w)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)  # whoever does not wait reads too early
+            y = compiled(x * 1, w * 1)
+        torch.cuda.current_stream().wait_stream(side)
+        assert same_bits(y, expected), f"call {i}{explain()}"
+        y.record_stream(torch.cuda.current_stream())
+    assert_launched(6)
+
+
+def test_one_function_on_two_streams_in_turn() -> None:
+    """An exec is rewritten while its last launch may still run on the other stream."""
+    compiled = compile_pgraph(_fn, codegen="aten")
+    for _ in range(3):
+        compiled(randn(256, 256), randn(256, 256))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for i in range(60):
+        with torch.cuda.stream(streams[i % 2]):
+            torch.manual_seed(i)
+            x, w = randn(256, 256), randn(256, 256)
+            results.append((compiled(x, w), _fn(x, w)))
+    torch.cuda.synchronize()
+    wrong = [i for i, (got, want) in enumerate(results) if not same_bits(got, want)]
+    assert not wrong, f"wrong calls: {wrong}{explain()}"
+    assert_launched(60)
+
+
+def test_two_threads_train_side_by_side() -> None:
+    """Each on a stream and a model of its own, with one compiled code; captures happen meanwhile."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(DEVICE)
+    plain = [copy.deepcopy(model) for _ in range(2)]
+    failures: list[str] = []
+    barrier = threading.Barrier(2, timeout=120)
+
+    def train(k: int, run: nn.Module, mine: nn.Module) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                generator = torch.Generator(DEVICE).manual_seed(k)
+                for i in range(30):
+                    barrier.wait()
+                    x = torch.randn(32, 64, device=DEVICE, generator=generator)
+                    results = []
+                    for f, m in ((run, mine), (plain[k], plain[k]), (plain[k], plain[k])):
+                        m.zero_grad(set_to_none=True)
+                        y = f(x)
+                        y.square().sum().backward()
+                        results.append([y.detach(), *(p.grad for p in m.parameters())])
+                    assert_same(f"thread {k} step {i}", results[0], results[1], results[2])
+                torch.cuda.current_stream().synchronize()
+        except BaseException as e:
+            failures.append(f"thread {k}: {type(e).__name__}: {e}")
+            barrier.abort()
+
+    models = [copy.deepcopy(model) for _ in range(2)]
+    runs = [compile_pgraph(m, codegen="aten") for m in models]
+    torch.cuda.synchronize()
+    for m, run in zip(models, runs, strict=True):  # Dynamo itself compiles in one thread at a time
+        run(randn(32, 64)).sum().backward()
+        m.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=train, args=(k, runs[k], models[k]), daemon=True) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(180)
+    assert not any(t.is_alive() for t in threads), f"a thread hangs{explain()}"
+    assert not failures, "\n".join(failures)
+    assert_launched(20)
+
+
+def test_called_inside_another_capture() -> None:
+    """The user's own graph records the plain code, and replays it rightly."""
+    compiled = compile_pgraph(_fn, codegen="aten")
+    x, w = randn(128, 128), randn(128, 128)
+    for _ in range(3):
+        compiled(x, w)
+    before = report().launches
+    assert before >= 2, explain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = compiled(x, w)
+    assert report().launches == before, f"a launch inside the user's capture{explain()}"
+    for i in range(3):
+        x.copy_(randn(128, 128))
+        graph.replay()
+        assert same_bits(y, _fn(x, w)), f"replay {i}{explain()}"
+        assert same_bits(compiled(x, w), _fn(x, w)), f"call {i}{explain()}"
+    assert report().launches == before + 3, explain()
+
+
+def test_users_own_graph_survives_a_capture() -> None:
+    """A capture here must not free what a graph captured earlier writes to (cuBLAS's workspace):
+    nothing is captured while such a graph is alive."""
+    a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = a @ b  # takes the workspace of this stream
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        y = a @ b
+    compiled = compile_pgraph(_fn, codegen="aten")
+    for _ in range(3):
+        x, w = randn(64, 64), randn(64, 64)
+        assert same_bits(compiled(x, w), _fn(x, w))
+    assert "foreign-graphs" in str(pgraph.report())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        sizes = [1 << k for k in range(20, 27)] * 2  # one of these takes the place of what was freed
+        mine = [torch.zeros(n, dtype=torch.uint8, device=DEVICE) for n in sizes]
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(y, expected)
+    touched = [t.numel() for t in mine if t.any()]
+    assert not touched, f"the user's graph wrote into tensors of {touched} bytes: its workspace was freed"
+    del graph
+    pgraph.reset()
+    for _ in range(3):
+        compiled(randn(64, 64), randn(64, 64))
+    assert_launched(2)
+
+
+def test_under_the_profiler() -> None:
+    """Captured before, and captured while the profiler listens."""
+    early, late = (
+        compile_pgraph(_fn, codegen="aten"),
+        compile_pgraph(lambda x, w: _fn(x, w) + 1, codegen="aten"),
+    )
+    for _ in range(3):
+        early(randn(64, 64), randn(64, 64))
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds):
+        for i in range(4):
+            x, w = randn(64, 64), randn(64, 64)
+            assert same_bits(early(x, w), _fn(x, w)), f"call {i}{explain()}"
+            assert same_bits(late(x, w), _fn(x, w) + 1), f"call {i}{explain()}"
+        torch.cuda.synchronize()
+    assert_launched(3)
+
+
+_SMALL = """
+import hashlib, torch
+import gpu_helpers as h
+import pgraph
+from pgraph import native
+torch.manual_seed(0)
+def fn(x, w):
+    y = torch.relu(x @ w)
+    return torch.cat((y, x.clone())).sort(1).values, torch.zeros(9, device=x.device) + y.sum()
+compiled = h.compile_pgraph(fn, codegen="aten")
+digest, shaker = hashlib.sha256(), h.Shaker()
+for i in range(10):
+    results = compiled(h.randn(64, 64), h.randn(64, 64))
+    for r in results:
+        digest.update(h.as_bytes(r).cpu().numpy().tobytes())
+    shaker.shake()
+h.assert_launched(9)
+print("NATIVE", native.load() is not None)
+print("DIGEST", digest.hexdigest(), pgraph.report().launches, pgraph.report().nodes)
+"""
+
+
+def test_native_helper_and_python_agree_and_the_process_ends() -> None:
+    """Same numbers from both launch paths; both processes end by themselves with status 0."""
+    processes = [python(_SMALL, PGRAPH_NATIVE=flag) for flag in ("1", "0")]
+    outputs = [finish(p) for p in processes]
+    digests = [[line for line in o.splitlines() if line.startswith("DIGEST")] for o in outputs]
+    assert digests[0], outputs[0]
+    assert digests[0] == digests[1], "\n".join(outputs)
+    assert "NATIVE False" in outputs[1], outputs[1]

@@ -1,0 +1,190 @@
+"""Each private PyTorch interface that pgraph uses, one test each.
+
+Seen working on torch 2.11.0 (cu130) and 2.13.0 (CPU). A failure here after an upgrade of torch names
+what has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pgraph import compat
+
+aten = torch.ops.aten
+
+
+def traced(n: int = 4) -> torch.fx.GraphModule:
+    """An ATen graph of fake tensors, as AOTAutograd would hand it over."""
+    return make_fx(lambda x: (x.sin() + 1, x.cos()), tracing_mode="fake")(torch.randn(n))
+
+
+def test_assert_size_stride() -> None:
+    """AssertionError for another size or stride; None for the same."""
+    x = torch.randn(2, 3)
+    assert compat.assert_size_stride(x, (2, 3), (3, 1)) in (None, True)
+    for size, stride in (((3, 2), (2, 1)), ((2, 3), (1, 2)), ((2, 3, 1), (3, 1, 1))):
+        with pytest.raises(AssertionError):
+            compat.assert_size_stride(x, size, stride)
+
+
+def test_reinterpret_tensor() -> None:
+    """A view in the same storage; the offset counts in elements from the tensor's own start."""
+    x = torch.arange(12.0)[2:]
+    view = compat.reinterpret(x, (2, 2), (4, 1), 3)
+    assert view.storage_offset() == 5
+    assert view.tolist() == [[5.0, 6.0], [9.0, 10.0]]
+    assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_detect_fake_mode() -> None:
+    with FakeTensorMode() as mode:
+        assert compat.fake_mode_of([torch.empty(2)]) is mode
+    assert compat.fake_mode_of([torch.empty(2)]) is None
+
+
+def test_boxed_code_generation() -> None:
+    """One list, emptied by the call; values die after their last use."""
+    run = compat.boxed_module(traced())
+    assert run._boxed_call
+    x = torch.randn(4)
+    args = [x]
+    a, b = run(args)
+    assert args == []
+    assert torch.equal(a, x.sin() + 1)
+    assert torch.equal(b, x.cos())
+
+
+def test_boxed_marks_survive_disable() -> None:
+    """What AOTAutograd wraps around a backward."""
+    run = torch._dynamo.disable(compat.boxed(lambda args: (args.pop(),)))
+    assert run._boxed_call
+    assert run([1]) == (1,)
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_compile_inner_and_the_names_it_allocates_by() -> None:
+    """Inductor's code for one graph is boxed, and its module's globals can be found."""
+    gm = traced()
+    fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    with torch._guards.tracing(TracingContext(compat.fake_mode_of(fakes))):
+        compiled = compat.compile_graph(gm, fakes, {})
+    args: list[Any] = [x := torch.randn(4)]
+    out = compiled(args)
+    assert args == []
+    torch.testing.assert_close(list(out), [x.sin() + 1, x.cos()])
+    (namespace,) = compat.generated_namespaces(compiled)
+    assert {"empty_strided_cpu", "empty_strided_cuda", "extern_kernels", "reinterpret_tensor"} <= set(
+        namespace
+    )
+    assert compat.generated_namespaces(functools.partial(lambda: None)) == []
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_compile_model_calls_the_inner_compiler() -> None:
+    """Forward and backward graphs come with the words that tell them apart."""
+    seen: list[dict[str, Any]] = []
+
+    def inner(gm: torch.fx.GraphModule, inputs: Any, *unused: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return compat.boxed_module(gm)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compat.compile_model(gm, inputs, inner, {})
+
+    x = torch.randn(4, requires_grad=True)
+    torch.compile(lambda x: x.sin() * 2, backend=backend)(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos() * 2)
+    assert [bool(k.get("is_backward")) for k in seen] == [False, True]
+    assert "static_input_idxs" in seen[0]
+
+
+def test_modes_come_without_cuda_graphs() -> None:
+    assert compat.inductor_mode(None) == {}
+    assert compat.inductor_mode("max-autotune")["max_autotune"] is True
+    assert not any("cudagraph" in k for k in compat.inductor_mode("reduce-overhead"))
+
+
+def test_output_strides_are_taken_over() -> None:
+    """Inside, nobody asks for strides; afterwards there is one None per output."""
+    with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+        context = TracingContext.get()
+        context.output_strides = kept = []
+        with compat.own_output_strides(2):
+            assert context.output_strides is None
+        assert context.output_strides is kept
+        assert kept == [None, None]
+    with compat.own_output_strides(2):  # without a context
+        assert TracingContext.try_get() is None
+
+
+# --- what the drivers and the capture use
+
+
+def test_storage_from_a_pointer() -> None:
+    """A storage over memory that it does not own, at any address, never read."""
+    owner = torch.arange(4.0)
+    storage = torch._C._construct_storage_from_data_pointer(owner.data_ptr(), torch.device("cpu"), 16)
+    alias = torch.empty(0).set_(storage, 1, (3,), (1,))
+    assert alias.tolist() == [1.0, 2.0, 3.0]
+    ghost = torch._C._construct_storage_from_data_pointer(1 << 46, torch.device("cpu"), 1 << 40)
+    assert (ghost.data_ptr(), ghost.nbytes()) == (1 << 46, 1 << 40)
+    assert torch.empty(0).set_(ghost, 0, (1 << 38,), (1,)).data_ptr() == 1 << 46
+
+
+def test_storage_weak_references() -> None:
+    """Expire with the last owner; views are owners; `cdata` names the storage."""
+    x = torch.randn(4)
+    ref = StorageWeakRef(x.untyped_storage())
+    view = x[1:]
+    assert StorageWeakRef(view.untyped_storage()).cdata == ref.cdata
+    del x
+    assert not ref.expired()
+    del view
+    assert ref.expired()
+
+
+def test_dispatch_can_be_switched_off() -> None:
+    """Inside a dispatch mode, helper tensors are made unheard."""
+
+    class Listen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[Any] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+            self.heard.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Listen() as mode:
+        torch.empty(2)
+        assert mode.heard
+        mode.heard.clear()
+        with torch._C._DisableTorchDispatch():
+            torch.empty(2)
+        assert mode.heard == []
+
+
+def test_an_empty_tensor_has_address_0() -> None:
+    """Its storage has one: the reason why results are described by their storage."""
+    storage = torch._C._construct_storage_from_data_pointer(1 << 46, torch.device("cpu"), 0)
+    empty = torch.empty(0).set_(storage, 0, (0, 3), (3, 1))
+    assert empty.data_ptr() == 0
+    assert empty.untyped_storage().data_ptr() == 1 << 46
+
+
+def test_ops_tell_views_and_randomness() -> None:
+    assert aten.view.default.is_view
+    assert not aten.clone.default.is_view
+    assert torch.Tag.nondeterministic_seeded in aten.rand.default.tags
+    assert torch.Tag.nondeterministic_seeded not in aten.mm.default.tags
+    assert [a.name for a in aten.mm.default._schema.arguments] == ["self", "mat2"]

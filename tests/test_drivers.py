@@ -1,0 +1,107 @@
+"""Which driver serves which tensors, and what is said where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import launching, same
+
+import pgraph
+from pgraph import drivers
+from pgraph.drivers.host import HostArena, HostDriver
+from pgraph.errors import DriverError
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def fn(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).cumsum(0)
+
+
+@pytest.fixture
+def unnoticed() -> Iterator[None]:
+    before, drivers._noticed = drivers._noticed, False
+    yield
+    drivers._noticed = before
+
+
+@pytest.mark.usefixtures("unnoticed")
+def test_cpu_tensors_run_plainly_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+    """auto: nothing to capture, results as ever, one line that names the way to try it."""
+    with caplog.at_level("WARNING", "pgraph"):
+        for f in (fn, lambda x: x + 1):
+            compiled = torch.compile(f, backend="pgraph", options={"codegen": "aten"})
+            for _ in range(3):
+                x = torch.randn(4)
+                same(compiled(x), f(x))
+    (notice,) = [r.getMessage() for r in caplog.records if r.name.startswith("pgraph")]
+    assert "'driver': 'host'" in notice
+    assert pgraph.report().partitions == ()
+
+
+@no_cuda
+def test_cuda_without_cuda_is_an_error_that_names_the_fix() -> None:
+    compiled = torch.compile(fn, backend="pgraph", options={"driver": "cuda", "codegen": "aten"})
+    with pytest.raises(Exception, match="use driver='host'") as caught:
+        compiled(torch.randn(4))
+    chain, error = [], caught.value
+    while error is not None:
+        chain.append(type(error))
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    assert DriverError in chain
+
+
+def graph_on(*devices: str) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    nodes = []
+    for i, device in enumerate(devices):
+        node = graph.placeholder(f"x{i}")
+        node.meta["val"] = torch.empty(2, device="meta") if device == "meta" else torch.empty(2)
+        nodes.append(node)
+    graph.output(tuple(nodes))
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_one_driver_per_device() -> None:
+    first = drivers.choose("host", graph_on("cpu"))
+    assert isinstance(first, HostDriver)
+    assert drivers.choose("host", graph_on("cpu", "cpu")) is first
+
+
+def test_a_graph_without_tensors_counts_as_the_cpus() -> None:
+    assert isinstance(drivers.choose("host", graph_on()), HostDriver)
+
+
+def test_the_host_driver_leaves_other_devices_alone() -> None:
+    assert drivers.choose("host", graph_on("meta")) is None
+
+
+def test_the_host_arena_ends() -> None:
+    """Its addresses are its own, never twice the same, and run out with an error."""
+    arena = HostArena(0)
+    try:
+        taken = [arena.take(1000, phase) for phase in (0, 16, 0)]
+        assert [a % 256 for a in taken] == [0, 16, 0]
+        assert all(b - a >= 1000 + arena.guard for a, b in itertools.pairwise(taken))
+        assert all(arena.holds(a) for a in taken)
+        assert not arena.holds(arena.high)
+        with pytest.raises(DriverError, match="do not fit"):
+            arena.take(1 << 43)
+        assert arena.take(8) > taken[-1]
+    finally:
+        arena.close()
+
+
+def test_closing_drivers_is_not_the_end() -> None:
+    compiled = torch.compile(
+        fn, backend="pgraph", options={"driver": "host", "codegen": "aten", "min_ops": 1}
+    )
+    for _ in range(2):
+        compiled(torch.randn(4))
+    drivers.close_all()
+    with launching():
+        x = torch.randn(4)
+        same(compiled(x), fn(x))

@@ -1,0 +1,114 @@
+"""What a user reads about captures: report, and template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import torch
+from support import MLP, host
+
+import pgraph
+from pgraph.facts import GraphFacts, PartFacts
+from pgraph.observe import PlainPart
+from pgraph.reasons import Reason
+from pgraph.stats import PartitionStats, Report
+
+
+def numbered(text: str) -> str:
+    """Partitions are numbered through the life of the process; here from their place in the report."""
+    return re.sub(r"(forward|backward|inference) \d+", r"\1 N", text)
+
+
+def counted(number: int, outside: tuple[Reason, ...] = (), **counters: Any) -> PartitionStats:
+    """The counters of a forward's only part."""
+    facts = PartFacts(GraphFacts("forward", number, 1), None, not outside, (), outside)
+    return PartitionStats(facts.name, facts, **counters)
+
+
+def warm(calls: Callable[[], object], n: int) -> None:
+    for _ in range(n):
+        calls()
+
+
+class TestTexts(expecttest.TestCase):
+    def test_a_report_without_anything(self) -> None:
+        self.assertExpectedInline(
+            str(pgraph.report()),
+            """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 fallbacks""",
+        )
+
+    def test_a_report_after_training(self) -> None:
+        model = MLP()
+        compiled = host(model)
+        warm(lambda: compiled(torch.randn(3, 8)).sum().backward(), 3)
+        self.assertExpectedInline(
+            numbered(str(pgraph.report())),
+            """\
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks
+  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs
+  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs""",
+        )
+
+    def test_a_report_with_reasons(self) -> None:
+        reason = Reason("shape", "no", "pad", "a:3")
+        parts = (counted(0, reason=reason), counted(1, launches=2), counted(2, outside=(reason,)))
+        self.assertExpectedInline(
+            str(Report(parts)),
+            """\
+pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
+  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a:3. Fix: pad
+  forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 plain runs
+  forward 2: runs plainly
+    [shape] no at a:3. Fix: pad""",
+        )
+
+    def test_the_template_of_an_mlp(self) -> None:
+        model = MLP()
+        compiled = host(model)
+        with torch.no_grad():
+            warm(lambda: compiled(torch.randn(3, 8)), 2)
+        ((variant,),) = [p.variants() for p in pgraph.stats.live_partitions()]
+        self.assertExpectedInline(
+            variant.built.template.render(),
+            """\
+4 nodes, 12 slots, 9 regions
+  region 0: input, 512 bytes, nodes [0, 5)
+  region 1: input, 64 bytes, nodes [0, 5)
+  region 2: input, 96 bytes, nodes [0, 1)
+  region 3: input, 256 bytes, nodes [0, 5)
+  region 4: input, 16 bytes, nodes [0, 5)
+  region 5: temp, 192 bytes, nodes [0, 2)
+  region 6: temp, 192 bytes, nodes [1, 3)
+  region 7: temp, 192 bytes, nodes [2, 4)
+  region 8: output, 48 bytes, nodes [3, 5)
+  node 0: kernel addmm (32 bytes) 0=r1, 8=r2, 16=r0, 24=r5
+  node 1: kernel relu (16 bytes) 0=r5, 8=r6
+  node 2: memcpy clone (16 bytes) 0=r7, 8=r6
+  node 3: kernel addmm (32 bytes) 0=r4, 8=r7, 16=r3, 24=r8
+  output 0: region 8 + 0: torch.float32 [3, 4] strides [4, 1]
+plan: 4 nodes, 1 chunks, 2 blocks, peak 3,584 B, eager 3,072 B
+chunk 0: nodes [0, 4), held 3,584 B
+  + b0 512 B: r5@0 r7@0
+  + b1 512 B: r6@0 r8@0
+  - b0
+  ~ r2
+""",
+        )
+
+
+def test_sums() -> None:
+    report = Report(tuple(counted(i, captures=i, launches=10, exec_bytes=4) for i in range(3)))
+    assert (report.captures, report.launches, report.exec_bytes, report.fallbacks) == (3, 30, 12, 0)
+
+
+def test_records_of_plain_parts_go_with_their_code() -> None:
+    """A process that compiles for ever does not grow for ever."""
+    for i in range(100):
+        part = PlainPart(PartFacts(GraphFacts("forward", i, 1), None, False), lambda args: args)
+    assert [p.name for p in pgraph.report().parts] == ["forward 99"]
+    assert pgraph.report().outside == (("forward 99", ()),)
+    del part
+    assert pgraph.report().parts == ()
