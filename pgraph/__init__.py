@@ -15,7 +15,12 @@ The files, in the order in which data flows through them:
 `launch`                  today's addresses in, ordinary tensors out
 `runner`                  the state machine: plain, captured, launched, fallen back
 `drivers/`                CUDA, and the same rules on the CPU
-`stats`                   what has been done so far, and what stays outside and why
+`facts`, `stats`          what is known of each part, and what has been done with it so far
+`explaining`, `breaks`,   why something stays outside, what it costs, what to change first
+`observe`
+`explanation`, `render`,  the answer as data, as text and as a page
+`timeline`
+`strict`, `sizes`         errors instead of plain running; which sizes are captured
 `compat`                  PyTorch's private interfaces
 ========================  ==========================================================================
 
@@ -29,14 +34,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pgraph.backend import reset as reset
+    from pgraph.errors import FullCaptureError as FullCaptureError
+    from pgraph.explaining import explain as explain
+    from pgraph.explanation import Explanation as Explanation
     from pgraph.options import list_options as list_options
     from pgraph.safety import mark_unsafe as mark_unsafe
     from pgraph.stats import report as report
 
-__all__ = ["list_options", "mark_unsafe", "report", "reset"]
+__all__ = [
+    "Explanation",
+    "FullCaptureError",
+    "explain",
+    "list_options",
+    "mark_unsafe",
+    "report",
+    "reset",
+]
 __version__ = "0.1.0"
 
 _HOME = {
+    "Explanation": "pgraph.explanation",
+    "FullCaptureError": "pgraph.errors",
+    "explain": "pgraph.explaining",
     "list_options": "pgraph.options",
     "mark_unsafe": "pgraph.safety",
     "report": "pgraph.stats",

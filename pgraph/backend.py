@@ -17,12 +17,19 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from pgraph import compat, drivers, stats
+from pgraph import compat, drivers, stats, strict
+from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
+from pgraph.errors import FullCaptureError
+from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
+from pgraph.nodes import is_neutral
+from pgraph.observe import PlainPart
 from pgraph.options import Options, parse
-from pgraph.partition import Call, SplitPlan, extract, scan
+from pgraph.partition import Call, Part, extract, scan
+from pgraph.reasons import Reason
 from pgraph.runner import Boxed, GraphRunner, PartitionRunner
 from pgraph.safety import refusal
+from pgraph.sizes import dimensions
 
 __all__ = ["Backend", "backend"]
 
@@ -51,10 +58,16 @@ class Backend:
     ) -> Callable[..., Any]:
         chosen = parse(options)
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
-        if chosen.codegen == "aten":
-            return _aten(gm, example_inputs, chosen)
-        compiler = functools.partial(_compile_inductor, chosen, settings)
-        return compat.compile_model(gm, example_inputs, compiler, settings)
+        broken = break_of(gm)
+        if not chosen.require_full_capture:
+            return _build(gm, example_inputs, chosen, settings, broken)
+        try:
+            if broken is not None:
+                strict.refuse("what follows the graph break", broken)
+            with compat.eager_backward():
+                return _build(gm, example_inputs, chosen, settings, None)
+        except FullCaptureError as e:
+            return strict.raising(e)
 
     def reset(self) -> None:
         """Free everything captured; also called by `torch._dynamo.reset()`."""
@@ -65,7 +78,6 @@ def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
     for partition in stats.live_partitions():
         partition.reset()
-    stats.forget()
     drivers.close_all()
 
 
@@ -78,9 +90,23 @@ backend = Backend()
 _CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
 
 
+def _build(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    settings: dict[str, Any],
+    broken: Reason | None,
+) -> Callable[..., Any]:
+    if options.codegen == "aten":
+        return _aten(gm, example_inputs, options, broken)
+    compiler = functools.partial(_compile_inductor, options, settings, broken)
+    return compat.compile_model(gm, example_inputs, compiler, settings)
+
+
 def _compile_inductor(
     options: Options,
     settings: dict[str, Any],
+    broken: Reason | None,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *unused: Any,
@@ -94,15 +120,17 @@ def _compile_inductor(
         changed = {} if fixed is None else {"static_input_idxs": fixed}
         return compat.compile_graph(module, inputs, settings, **{**kwargs, **changed})
 
-    kind = (
+    kind: Kind = (
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    return _compile(gm, example_inputs, options, kind, compile_part)
+    return _compile(gm, example_inputs, options, kind, compile_part, broken)
 
 
-def _aten(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    def compiler(kind: str) -> Callable[..., Boxed]:
-        return lambda graph, inputs: _compile(graph, inputs, options, kind, _compile_aten)
+def _aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, broken: Reason | None
+) -> Callable[..., Any]:
+    def compiler(kind: Kind) -> Callable[..., Boxed]:
+        return lambda graph, inputs: _compile(graph, inputs, options, kind, _compile_aten, broken)
 
     return aot_autograd(
         fw_compiler=compiler("forward"),
@@ -120,53 +148,76 @@ def _compile(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    kind: str,
+    kind: Kind,
     compile_part: _CompilePart,
+    broken: Reason | None,
 ) -> Boxed:
     """Cut one ATen graph, compile the parts, and put a runner around them."""
     driver = drivers.choose(options.driver, gm)
-    split = _split(gm, driver, options) if driver is not None else None
-    if driver is None or split is None or not split.calls:
+    parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
+    if not parts:
         return compile_part(gm, example_inputs, None)
-    name = f"{kind} {next(_numbers)}"
+    if options.require_full_capture:
+        strict.insist(facts)
+    for part in facts:
+        verdict = "to be captured" if part.safe else "stays outside"
+        log.info("%s: %d device ops, %s", part.name, part.device_ops, verdict)
+        for reason in part.reasons:
+            log.info("%s stays outside: %s", part.name, reason)
+    if driver is None:
+        compiled = compile_part(gm, example_inputs, None)
+        return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
+    split = extract(gm, parts)
     static = compat.static_inputs(gm, kind == "backward")
     if split.calls[0].module is gm:
-        return compat.boxed(
-            _runner(name, split.calls[0], compile_part(gm, example_inputs, None), driver, options, static)
-        )
+        compiled = compile_part(gm, example_inputs, None)
+        return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
-    parts = []
+    runners = []
     with compat.own_output_strides(len(split.output_slots)):
-        for call in split.calls:
+        for call, part in zip(split.calls, facts, strict=True):
             inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
             fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
             compiled = compile_part(call.module, inputs, fixed)
-            part_name = f"{name}, part {call.part.index}"
-            parts.append(_runner(part_name, call, compiled, driver, options, frozenset(fixed)))
-    return compat.boxed(GraphRunner(split, parts))
+            runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed)))
+    return compat.boxed(GraphRunner(split, runners))
 
 
-def _split(gm: torch.fx.GraphModule, driver: Driver, options: Options) -> SplitPlan:
-    refuse = functools.partial(refusal, device_type=driver.device.type)
-    return extract(gm, scan(gm.graph, refuse, min_ops=options.min_ops))
+def _scan(
+    gm: torch.fx.GraphModule, driver: Driver | None, options: Options, kind: Kind, broken: Reason | None
+) -> tuple[list[Part], list[PartFacts]]:
+    """The parts of a graph, and the facts of each."""
+    judged: dict[torch.fx.Node, Reason | None] = {}
+
+    def refuse(node: torch.fx.Node) -> Reason | None:
+        if driver is None:
+            judged[node] = None if is_neutral(node) else drivers.NOT_ON_A_DEVICE
+        else:
+            judged[node] = refusal(node, device_type=driver.device.type)
+        return judged[node]
+
+    parts = scan(gm.graph, refuse, min_ops=options.min_ops)
+    whole = len(parts) == 1
+    graph, causes = graph_facts(
+        kind, next(_numbers), gm.graph, parts, judged, min_ops=options.min_ops, broken=broken
+    )
+    return parts, [part_facts(graph, part, causes, whole=whole) for part in parts]
 
 
 def _runner(
-    name: str, call: Call, compiled: Boxed, driver: Driver, options: Options, static: frozenset[int]
+    facts: PartFacts, call: Call, compiled: Boxed, driver: Driver, options: Options, static: frozenset[int]
 ) -> Boxed:
-    if not call.part.safe:
-        stats.note_plain(name, call.part.reasons)
-        for reason in call.part.reasons:
-            log.info("%s stays outside: %s", name, reason)
-        return compiled
+    if not facts.safe:
+        return PlainPart(facts, compiled)
     return PartitionRunner(
-        name,
+        facts,
         compiled,
         driver,
         options,
         namespaces=compat.generated_namespaces(compiled),
         constants=_constants(call.module, compiled),
         static=static,
+        dimensions=dimensions(call.module),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,12 +26,18 @@ __all__ = [
     "boxed_module",
     "compile_graph",
     "compile_model",
+    "eager_backward",
     "fake_mode_of",
     "generated_namespaces",
+    "graph_break",
+    "hearing_graph_breaks",
     "inductor_mode",
+    "is_compiled",
     "own_output_strides",
+    "plain_symbol",
     "reinterpret",
     "static_inputs",
+    "symbol_source",
 ]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
@@ -173,6 +180,73 @@ def static_inputs(gm: torch.fx.GraphModule, is_backward: bool) -> frozenset[int]
     names = {f"primals_{i + 1}" for i in static}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return frozenset(i for i, n in enumerate(placeholders) if n.name in names)
+
+
+def eager_backward() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd compile a backward together with its forward, and not when it first runs."""
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def graph_break(gm: torch.fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
+    """(Dynamo's text, the user's frames, innermost last) if a graph ends before its function does."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    return str(found.reason), tuple(found.user_stack)
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def hearing_graph_breaks() -> Iterator[list[str]]:
+    """Dynamo's messages about graph breaks (as with ``TORCH_LOGS=graph_breaks``), collected in a list.
+
+    Only these tell of breaks that leave no graph behind: a break in a loop skips the whole function.
+    """
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    before = logger.level, logger.propagate
+    listener = _Listener()
+    if not logger.isEnabledFor(logging.DEBUG):
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def is_compiled(fn: Any) -> bool:
+    """Whether torch.compile made it, or compiled it in place (``module.compile()``)."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule) or hasattr(fn, "_torchdynamo_orig_callable"):
+        return True
+    return isinstance(fn, torch.nn.Module) and fn._compiled_call_impl is not None
+
+
+def plain_symbol(size: torch.SymInt) -> str | None:
+    """The name of a symbolic number that is a symbol itself, not an expression of others."""
+    expression = size.node.expr
+    return str(expression) if expression.is_symbol else None
+
+
+def symbol_source(size: torch.SymInt) -> str | None:
+    """Where Dynamo found a symbol, e.g. ``L['x'].size()[0]``."""
+    env: Any = size.node.shape_env
+    sources = env.var_to_sources.get(size.node.expr) or (None,)
+    source = sources[0]
+    if source is None:
+        return None
+    name = source.name
+    return str(name() if callable(name) else name)
 
 
 def _filled(cell: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 from pgraph.reasons import Reason
 
 __all__ = [
+    "FRAME",
     "METADATA_OPS",
+    "VIEWS",
     "argument",
     "describe",
     "input_values",
@@ -32,6 +34,7 @@ __all__ = [
     "output_values",
     "symbols",
     "unbacked",
+    "user_frame",
     "user_line",
     "why",
 ]
@@ -41,7 +44,7 @@ _FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")
 
 # Views: a new size, stride and offset over the same storage, no kernel. An allow-list, because the
 # schema's alias annotation also covers ops that sometimes copy (reshape, contiguous, to).
-_VIEWS = frozenset(
+VIEWS = frozenset(
     f"aten::{name}"
     for name in (
         "_reshape_alias",
@@ -87,7 +90,7 @@ METADATA_OPS = frozenset(
 )
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OWN_ROOTS = tuple(
     os.path.join(os.path.realpath(os.path.dirname(path)), "") for path in (str(torch.__file__), __file__)
 )
@@ -196,7 +199,7 @@ def is_neutral(node: Node) -> bool:
         return True
     op = op_of(node)
     if isinstance(op, OpOverload):
-        return op_name(op) in _VIEWS or op_name(op) in METADATA_OPS
+        return op_name(op) in VIEWS or op_name(op) in METADATA_OPS
     if isinstance(op, HigherOrderOperator):
         return False
     # operator.*, math.*, torch.sym_*: host arithmetic, unless a tensor goes in or out.
@@ -210,7 +213,12 @@ def user_line(node: Node) -> str | None:
     Frames of torch and of pgraph are skipped, and so is code without a file (``<string>``).
     """
     trace = node.meta.get("stack_trace") or node.stack_trace
-    for path, line in reversed(_FRAME.findall(trace or "")):
+    return user_frame(FRAME.findall(trace or ""))
+
+
+def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
+    """``file:line`` of the innermost of these (path, line) frames that is the user's own."""
+    for path, line in reversed(frames):
         if not path.startswith("<") and not os.path.realpath(path).startswith(_OWN_ROOTS):
             return f"{path}:{line}"
     return None

@@ -38,6 +38,11 @@ class Options:
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
     # Less memory means more launches; 24 MiB keep an ordinary transformer block in one piece.
     memory_slack_mb: int = 24
+    # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
+    # these; () captures any.
+    capture_sizes: tuple[int, ...] = ()
+    # Raise FullCaptureError as soon as anything stays outside the graphs, instead of running it plainly.
+    require_full_capture: bool = False
     # Inductor settings, as for torch.compile(options=...) of the "inductor" backend.
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -62,7 +67,10 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         if name not in hints:
             raise OptionError(_unknown(name, list(hints)))
         _check_value(name, value, hints[name])
-    return Options(**(given or {}))
+    chosen = dict(given or {})
+    if "capture_sizes" in chosen:
+        chosen["capture_sizes"] = tuple(chosen["capture_sizes"])
+    return Options(**chosen)
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -86,6 +94,14 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
             )
         if value < _AT_LEAST[name]:
             raise OptionError(f"pgraph option {name!r} is {value}; it must be at least {_AT_LEAST[name]}")
+    elif hint is bool:
+        if type(value) is not bool:
+            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be True or False")
+    elif name == "capture_sizes":
+        if not isinstance(value, list | tuple) or any(type(size) is not int or size < 0 for size in value):
+            raise OptionError(
+                f"pgraph option {name!r} is {value!r}; it must be a list of sizes, e.g. [128, 256]"
+            )
     elif not isinstance(value, Mapping):
         raise OptionError(
             f"pgraph option {name!r} is {value!r}; it must be a dict, not {type(value).__name__}"

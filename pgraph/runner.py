@@ -22,15 +22,18 @@ from typing import Any
 
 import torch
 
-from pgraph import stats
+from pgraph import observe, stats, strict
 from pgraph.build import Built, build
 from pgraph.compat import assert_size_stride
 from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
+from pgraph.facts import PartFacts
 from pgraph.launch import Launcher
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
 from pgraph.reasons import Reason
+from pgraph.sizes import Dimension, Sizes
+from pgraph.template import Template
 
 __all__ = ["GraphRunner", "PartitionRunner", "Variant"]
 
@@ -105,18 +108,19 @@ class PartitionRunner:
     """Callable in place of a safe partition's code.
 
     Args:
-        name: for reports, e.g. ``"forward 0, part 1"``.
+        facts: what is known of it, its name included.
         plain: the partition's code; takes one list and empties it.
         driver: where to capture.
         options: of this compilation.
         namespaces: see `pgraph.capture.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
+        dimensions: sizes that may vary from call to call.
     """
 
     def __init__(
         self,
-        name: str,
+        facts: PartFacts,
         plain: Boxed,
         driver: Driver,
         options: Options,
@@ -124,9 +128,11 @@ class PartitionRunner:
         namespaces: Sequence[dict[str, Any]] = (),
         constants: Sequence[torch.Tensor] = (),
         static: frozenset[int] = frozenset(),
+        dimensions: tuple[Dimension, ...] = (),
     ) -> None:
-        self.name = name
-        self.stats = stats.PartitionStats(name)
+        self.name = facts.name
+        self.stats = stats.PartitionStats(facts.name, facts)
+        self._sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._plain = plain
         self._driver = driver
         self._options = options
@@ -140,6 +146,8 @@ class PartitionRunner:
         stats.register(self)
 
     def __call__(self, args: list[Any]) -> Any:
+        if observe.watch is not None and observe.watch.outside():
+            return observe.watch.call(self, args)
         variant = self._last
         launcher = variant.launcher if variant is not None else None
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
@@ -162,6 +170,7 @@ class PartitionRunner:
                 raise
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
+            self._insist(variant.reason)
             return self._run_plainly(args, None)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
@@ -171,6 +180,12 @@ class PartitionRunner:
         """All variants, least recently used first."""
         with self._lock:
             return list(self._variants.values())
+
+    def template(self) -> Template | None:
+        """What the capture in use left behind; None if there is none."""
+        with self._lock:
+            found = [v for v in (self._last, *reversed(self._variants.values())) if v is not None]
+        return next((v.built.template for v in found if v.built is not None), None)
 
     def reset(self) -> None:
         """Free everything captured; the partition starts again."""
@@ -197,11 +212,15 @@ class PartitionRunner:
         with self._lock:
             variant = self._find(args)
             if variant is None:
+                if not self._sizes.wanted(args):
+                    return None
                 if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
+                    self._insist(self.stats.reason)
                     return None
                 variant = self._variant(args)
             if variant.state is State.WARM and self._due(variant):
                 self._capture(variant, args)
+            self._insist(variant.reason)
             if variant.launcher is not None:
                 self._last = variant
             return variant
@@ -246,6 +265,8 @@ class PartitionRunner:
             _, gone = self._variants.popitem(last=False)
             if gone is self._last:
                 self._last = None
+            if gone.launcher is not None:
+                self._sizes.evicted()
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)
@@ -271,6 +292,7 @@ class PartitionRunner:
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             self.stats.captured(built)
+            self._sizes.captured(args)
 
     def _later(self, variant: Variant, error: Exception) -> None:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""
@@ -285,9 +307,18 @@ class PartitionRunner:
         variant.built = variant.launcher = None
         variant.reason = reason
         self._refusals += 1
-        if self.stats.reason is None:
-            log.warning("%s runs plainly: %s", self.name, reason)
+        told = self.stats.reason is not None and self.stats.reason.code == reason.code
+        log.log(logging.INFO if told else logging.WARNING, "%s runs plainly: %s", self.name, reason)
         self.stats.reason = reason
+
+    def _insist(self, reason: Reason | None) -> None:
+        """In hard mode a refusal is an error, at this call and at every later one.
+
+        Raises:
+            FullCaptureError: there is a reason, and `require_full_capture` is set.
+        """
+        if reason is not None and self._options.require_full_capture:
+            strict.refuse(self.name, reason, str(stats.report()))
 
 
 def _device_failed(error: Exception) -> Reason:

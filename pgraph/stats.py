@@ -1,31 +1,45 @@
-"""What pgraph has done in this process: counters per partition, and their sum."""
+"""What pgraph has done in this process: counters per part, and their sum.
+
+A record lives as long as the compiled code that it is about, and holds neither the code nor a model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgraph.reasons import Reason
 
 if TYPE_CHECKING:
     from pgraph.build import Built
+    from pgraph.facts import PartFacts
+    from pgraph.observe import PlainPart
     from pgraph.runner import PartitionRunner
 
-__all__ = ["PartitionStats", "Report", "live_partitions", "note_plain", "register", "report"]
+__all__ = [
+    "PartitionStats",
+    "Report",
+    "State",
+    "forget",
+    "live_partitions",
+    "live_parts",
+    "register",
+    "report",
+]
 
-_partitions: weakref.WeakSet[Any] = weakref.WeakSet()
-_outside: list[tuple[str, tuple[Reason, ...]]] = []
-_lock = threading.Lock()
+State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
+
+_parts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(slots=True)
 class PartitionStats:
-    """Counters of one safe partition.
+    """Facts and counters of one part.
 
     Args:
-        name: e.g. ``"backward 1"``.
+        name: e.g. ``"backward 1"``, or ``"forward 0, part 2"``.
+        facts: what was known when it was compiled.
         captures: templates made (each from two recordings).
         nodes: graph nodes over all templates.
         slots: words that are rebound, over all templates.
@@ -39,6 +53,7 @@ class PartitionStats:
     """
 
     name: str
+    facts: PartFacts
     captures: int = 0
     nodes: int = 0
     slots: int = 0
@@ -59,21 +74,62 @@ class PartitionStats:
         self.exec_bytes += sum(e.nbytes for e in built.execs)
         self.capture_s += built.seconds
 
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it stays outside: by the rules, or because its capture was refused."""
+        return (*self.facts.reasons, *((self.reason,) if self.reason else ()))
+
+    @property
+    def state(self) -> State:
+        """Where it stands; "plain" and "too small" were decided when it was compiled."""
+        if not self.facts.safe:
+            small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
+            return "too small" if small else "plain"
+        if self.reason is not None:
+            return "fallen back"
+        if self.captures:
+            return "captured"
+        return "warming up" if self.plain_runs else "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Facts and counters as plain data."""
+        counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del counters["facts"], counters["reason"]
+        return {
+            "name": counters.pop("name"),
+            "kind": self.facts.graph.kind,
+            "graph": self.facts.graph.number,
+            "part": self.facts.index or 0,
+            "state": self.state,
+            "device_ops": self.facts.device_ops,
+            "ops": dict(self.facts.ops),
+            **counters,
+            "reasons": [dataclasses.asdict(reason) for reason in self.reasons],
+        }
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Totals over all live partitions, and each partition's own counters.
+    """Totals over all live parts, and each part's own counters.
 
     Args:
-        partitions: counters of the safe partitions.
-        outside: (name, reasons) of the parts that run plainly by the safety rules.
+        parts: in the order of the graphs, and of the parts in each.
     """
 
-    partitions: tuple[PartitionStats, ...]
-    outside: tuple[tuple[str, tuple[Reason, ...]], ...]
+    parts: tuple[PartitionStats, ...]
+
+    @property
+    def partitions(self) -> tuple[PartitionStats, ...]:
+        """The safe ones."""
+        return tuple(p for p in self.parts if p.facts.safe)
+
+    @property
+    def outside(self) -> tuple[tuple[str, tuple[Reason, ...]], ...]:
+        """(name, reasons) of the parts that run plainly by the safety rules."""
+        return tuple((p.name, p.facts.reasons) for p in self.parts if not p.facts.safe)
 
     def _sum(self, field: str) -> Any:
-        return sum(getattr(p, field) for p in self.partitions)
+        return sum(getattr(p, field) for p in self.parts)
 
     @property
     def captures(self) -> int:
@@ -106,7 +162,7 @@ class Report:
     @property
     def fallbacks(self) -> int:
         """Safe partitions that could not be captured after all."""
-        return sum(p.reason is not None for p in self.partitions)
+        return sum(p.reason is not None for p in self.parts)
 
     def summary(self) -> str:
         """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks."""
@@ -115,43 +171,48 @@ class Report:
             f"{self.launches} launches, {self.rewritten_nodes} nodes rewritten, {self.fallbacks} fallbacks"
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and parts as plain data, fit for `json.dumps`."""
+        totals = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "exec_bytes")
+        return {
+            **{name: getattr(self, name) for name in totals},
+            "capture_s": self.capture_s,
+            "parts": [p.to_dict() for p in self.parts],
+        }
+
     def __str__(self) -> str:
         lines = [self.summary()]
-        for p in self.partitions:
+        for p in self.parts:
+            if not p.facts.safe:
+                lines.append(f"  {p.name}: runs plainly")
+                lines += [f"    {reason}" for reason in p.reasons]
+                continue
             what = f"{p.captures} captures, {p.nodes} nodes in {p.chunks} chunks, {p.slots} slots, "
             what += f"{p.launches} launches, {p.plain_runs} plain runs"
             lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
-        for name, reasons in self.outside:
-            lines.append(f"  {name}: runs plainly")
-            lines += [f"    {reason}" for reason in reasons]
         return "\n".join(lines)
 
 
-def register(runner: PartitionRunner) -> None:
-    """Have a partition counted for as long as it lives."""
-    _partitions.add(runner)
+def register(part: PartitionRunner | PlainPart) -> None:
+    """Have a part counted for as long as it lives."""
+    _parts.add(part)
 
 
-def note_plain(name: str, reasons: tuple[Reason, ...]) -> None:
-    """Remember that a part runs plainly, and why."""
-    with _lock:
-        _outside.append((name, reasons))
-        del _outside[:-1000]  # a process that compiles for ever must not grow for ever
+def live_parts() -> list[Any]:
+    """Every part that is still in use, in order."""
+    return sorted(_parts, key=lambda p: (p.stats.facts.graph.number, p.stats.facts.index or 0))
 
 
 def live_partitions() -> list[PartitionRunner]:
-    """Every safe partition that is still in use."""
-    return sorted(_partitions, key=lambda p: p.name)
+    """The safe ones among them."""
+    return [part for part in live_parts() if part.stats.facts.safe]
 
 
 def forget() -> None:
-    """Drop the list of parts that run plainly."""
-    with _lock:
-        _outside.clear()
+    """Leave all parts of today out of reports to come (Dynamo keeps code around graph breaks for long)."""
+    _parts.clear()
 
 
 def report() -> Report:
     """Counters of this process, now."""
-    with _lock:
-        outside = tuple(_outside)
-    return Report(tuple(p.stats for p in live_partitions()), outside)
+    return Report(tuple(part.stats for part in live_parts()))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-# torch traces every compilation on this logger, which would bury the report of a failed test.
-logging.getLogger("torch.__trace").propagate = False
+# torch traces every compilation on this logger: the records would bury the report of a failed test, and
+# keep the compiled code of one test alive into the next.
+logging.getLogger("torch.__trace").addFilter(lambda record: False)
 # Compiling and slow machines: hypothesis must not call an example flaky for the time it took.
 settings.register_profile("pgraph", deadline=None)
 settings.load_profile("pgraph")
@@ -38,6 +39,7 @@ def fresh_process() -> Iterator[None]:
         gc.collect()  # Dynamo's own reference cycles hold the compiled code, and with it the runners
     if "pgraph.backend" in sys.modules:
         sys.modules["pgraph.backend"].reset()
+        sys.modules["pgraph.stats"].forget()
 
 
 @pytest.fixture(scope="session")

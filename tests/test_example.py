@@ -62,3 +62,12 @@ def test_pgraph_run_matches_eager() -> None:
     line = next(line for line in out.splitlines() if "largest loss difference" in line)
     assert float(line.rsplit(" ", 1)[1]) <= 1e-5
     assert "captur" in out.splitlines()[-1]
+
+
+@pytest.mark.skipif(not has_backend(), reason="pgraph.backend is not there yet")
+def test_the_transcript_of_explain_ends_in_full_capture() -> None:
+    script = EXAMPLE.with_name("explain_transcript.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(">>> print(pgraph.explain(") == 4
+    assert "all that is compiled is captured" in done.stdout.split(">>>")[-1]

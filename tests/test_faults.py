@@ -201,7 +201,7 @@ def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture)
         assert launches(20) == [0, 0, 0], "three shapes were refused"
         for n in (14, 15, 16):
             assert launches(n) == [1, 1, 1]
-    assert len(warnings_in(caplog)) == 1
+    assert sum("runs plainly" in told for told in warnings_in(caplog)) == 1
     pgraph.reset()
     assert launches(20) == [0, 1, 1]
 

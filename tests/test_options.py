@@ -26,8 +26,8 @@ class TestTexts(expecttest.TestCase):
         self.assertExpectedInline(
             self.refused(max_capture=3),
             """\
-unknown pgraph option 'max_capture': did you mean 'max_captures'?
-(pgraph.list_options() lists them)""",
+unknown pgraph option 'max_capture': did you mean 'max_captures' or
+'capture_sizes' or 'require_full_capture'? (pgraph.list_options() lists them)""",
         )
         self.assertExpectedInline(
             self.refused(drivers="host"),
@@ -41,7 +41,8 @@ lists them)""",
             self.refused(zzz=3),
             """\
 unknown pgraph option 'zzz': the options are driver, codegen, warmup, min_ops,
-max_captures, memory_slack_mb, inductor (pgraph.list_options() lists them)""",
+max_captures, memory_slack_mb, capture_sizes, require_full_capture, inductor
+(pgraph.list_options() lists them)""",
         )
 
     def test_not_one_of_the_choices(self) -> None:

@@ -51,7 +51,7 @@ def test_reason_codes_are_in_the_source() -> None:
 
 def test_public_names_are_mentioned_and_exist() -> None:
     named = set(re.findall(r"pgraph\.([a-z_]+)\(", README)) | set(re.findall(r"`pgraph\.([a-z_]+)`", README))
-    assert named == set(pgraph.__all__)
+    assert named == {name for name in pgraph.__all__ if name.islower()}
 
 
 def test_commands_run_files_that_exist() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import expecttest
 import torch
 from support import MLP, host
 
 import pgraph
+from pgraph.facts import GraphFacts, PartFacts
+from pgraph.observe import PlainPart
 from pgraph.reasons import Reason
 from pgraph.stats import PartitionStats, Report
 
@@ -17,6 +20,12 @@ from pgraph.stats import PartitionStats, Report
 def numbered(text: str) -> str:
     """Partitions are numbered through the life of the process; here from their place in the report."""
     return re.sub(r"(forward|backward|inference) \d+", r"\1 N", text)
+
+
+def counted(number: int, outside: tuple[Reason, ...] = (), **counters: Any) -> PartitionStats:
+    """The counters of a forward's only part."""
+    facts = PartFacts(GraphFacts("forward", number, 1), None, not outside, (), outside)
+    return PartitionStats(facts.name, facts, **counters)
 
 
 def warm(calls: Callable[[], object], n: int) -> None:
@@ -39,15 +48,15 @@ class TestTexts(expecttest.TestCase):
             numbered(str(pgraph.report())),
             """\
 pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks
-  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs
-  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs""",
+  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs
+  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs""",
         )
 
     def test_a_report_with_reasons(self) -> None:
         reason = Reason("shape", "no", "pad", "a:3")
-        partitions = (PartitionStats("forward 0", reason=reason), PartitionStats("forward 1", launches=2))
+        parts = (counted(0, reason=reason), counted(1, launches=2), counted(2, outside=(reason,)))
         self.assertExpectedInline(
-            str(Report(partitions, (("forward 2", (reason,)),))),
+            str(Report(parts)),
             """\
 pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
   forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a:3. Fix: pad
@@ -91,17 +100,15 @@ chunk 0: nodes [0, 4), held 3,584 B
 
 
 def test_sums() -> None:
-    partitions = tuple(PartitionStats(str(i), captures=i, launches=10, exec_bytes=4) for i in range(3))
-    report = Report(partitions, ())
+    report = Report(tuple(counted(i, captures=i, launches=10, exec_bytes=4) for i in range(3)))
     assert (report.captures, report.launches, report.exec_bytes, report.fallbacks) == (3, 30, 12, 0)
 
 
-def test_reports_do_not_grow_for_ever() -> None:
-    """Notes of parts that run plainly are bounded, the latest stay."""
-    for i in range(1500):
-        pgraph.stats.note_plain(f"part {i}", ())
-    outside = pgraph.report().outside
-    assert len(outside) == 1000
-    assert outside[-1][0] == "part 1499"
-    pgraph.reset()
-    assert pgraph.report().outside == ()
+def test_records_of_plain_parts_go_with_their_code() -> None:
+    """A process that compiles for ever does not grow for ever."""
+    for i in range(100):
+        part = PlainPart(PartFacts(GraphFacts("forward", i, 1), None, False), lambda args: args)
+    assert [p.name for p in pgraph.report().parts] == ["forward 99"]
+    assert pgraph.report().outside == (("forward 99", ()),)
+    del part
+    assert pgraph.report().parts == ()

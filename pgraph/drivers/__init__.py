@@ -9,10 +9,18 @@ import torch
 
 from pgraph.drivers.base import Driver
 from pgraph.errors import DriverError
+from pgraph.reasons import Reason
 
-__all__ = ["choose", "close_all"]
+__all__ = ["NOT_ON_A_DEVICE", "choose", "close_all"]
 
 log = logging.getLogger(__name__)
+
+NOT_ON_A_DEVICE = Reason(
+    "no-device",
+    "the graph's tensors are on the CPU, where there is nothing to capture",
+    "move the model and its inputs to CUDA, or try the mechanism on the CPU with options={'driver': 'host'}",
+)
+""" Why a graph for which `choose` finds no driver runs plainly."""
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-import pgraph
 from pgraph import stats
 from pgraph.backend import backend
 
@@ -55,7 +54,7 @@ _older: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def forget_older() -> None:
     """What is alive now belongs to earlier tests (a failed one's traceback may hold on to it)."""
-    _older.update(stats.live_partitions())
+    _older.update(stats.live_parts())
 
 
 def partitions() -> list[Any]:
@@ -65,7 +64,7 @@ def partitions() -> list[Any]:
 
 def report() -> stats.Report:
     """`pgraph.report()`, of this test only."""
-    return stats.Report(tuple(p.stats for p in partitions()), pgraph.report().outside)
+    return stats.Report(tuple(p.stats for p in stats.live_parts() if p not in _older))
 
 
 def built() -> list[Any]:

@@ -1,0 +1,120 @@
+"""Dynamic shapes: which sizes are captured, and telling the user when they make captures pile up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from pgraph import compat
+
+__all__ = ["Dimension", "Sizes", "dimensions"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dimension:
+    """A size that may differ from call to call, and where a part's arguments tell it.
+
+    Args:
+        label: in the user's words, e.g. ``"dimension 0 of x"``.
+        position: among the part's arguments.
+        dim: of that tensor; None if the argument is the number itself.
+    """
+
+    label: str
+    position: int
+    dim: int | None
+
+    def of(self, args: Sequence[Any]) -> int:
+        """Its value today."""
+        value = args[self.position]
+        return int(value if self.dim is None else value.size(self.dim))
+
+
+def dimensions(module: GraphModule) -> tuple[Dimension, ...]:
+    """The plain symbols among the sizes of a module's inputs, each once."""
+    found: dict[str, Dimension] = {}
+    values = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
+    for position, value in enumerate(values):
+        if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
+            found.setdefault(name, Dimension(_label(value, name), position, None))
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.size()):
+                if isinstance(size, torch.SymInt) and (name := compat.plain_symbol(size)):
+                    found.setdefault(name, Dimension(_label(size, name), position, dim))
+    return tuple(found.values())
+
+
+def _label(size: torch.SymInt, name: str) -> str:
+    source = compat.symbol_source(size) or name
+    plain = re.sub(r"L\['(\w+)'\]", r"\1", source)
+    tensor = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", plain)
+    return f"dimension {tensor[2]} of {tensor[1]}" if tensor else plain
+
+
+class Sizes:
+    """What one partition knows of its sizes. Called with the partition's lock held.
+
+    Args:
+        name: of the partition.
+        dimensions: that may vary.
+        listed: option `capture_sizes`; empty to capture whatever comes.
+        limit: option `max_captures`.
+    """
+
+    __slots__ = ("_evicting", "_last", "_limit", "_name", "_varying", "dimensions", "listed")
+
+    def __init__(
+        self, name: str, dimensions: tuple[Dimension, ...], listed: tuple[int, ...], limit: int
+    ) -> None:
+        self.dimensions = dimensions
+        self.listed = frozenset(listed)
+        self._name = name
+        self._limit = limit
+        self._last: tuple[int, ...] | None = None
+        self._varying = self._evicting = False
+
+    def wanted(self, args: Sequence[Any]) -> bool:
+        """Whether sizes like these are to be captured."""
+        return not self.listed or all(d.of(args) in self.listed for d in self.dimensions)
+
+    def captured(self, args: Sequence[Any]) -> None:
+        """Note the sizes of a capture; say once that another one was made because of them."""
+        values = tuple(d.of(args) for d in self.dimensions)
+        before, self._last = self._last, values
+        if before is None or before == values:
+            return
+        changes = [
+            f"{d.label} went from {old} to {new}"
+            for d, old, new in zip(self.dimensions, before, values, strict=True)
+            if old != new
+        ]
+        log.log(
+            logging.INFO if self._varying or self.listed else logging.WARNING,
+            "%s was captured again because %s. Each set of sizes needs a capture of its own (at most %d are "
+            "kept). Fix: pad to a few sizes, or list the ones worth a capture in option capture_sizes",
+            self._name,
+            " and ".join(changes),
+            self._limit,
+        )
+        self._varying = True
+
+    def evicted(self) -> None:
+        """Say once that captures are being dropped for new ones."""
+        if not self._evicting:
+            self._evicting = True
+            log.warning(
+                "%s has more sizes or layouts than max_captures=%d: from now on the least recently used "
+                "capture goes. Fix: raise max_captures, list the sizes worth a capture in option "
+                "capture_sizes, or pad to fewer sizes",
+                self._name,
+                self._limit,
+            )

@@ -1,0 +1,439 @@
+"""`pgraph.explain` on small programs, hard mode, listed sizes, and what is said once."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import pathlib
+import random
+import resource
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import MLP, host, same
+from support_explain import HOST, explain, lines, text
+from torch import Tensor, nn
+
+import pgraph
+from pgraph import observe, stats
+from pgraph.drivers.faults import HostFaults, inject
+from pgraph.errors import FullCaptureError, OptionError
+from pgraph.runner import Variant
+from pgraph.safety import mark_unsafe, unmark_unsafe
+
+
+@pytest.fixture
+def marked() -> Iterator[None]:
+    mark_unsafe("aten::sin", "is marked by a test", "unmark it")
+    yield
+    unmark_unsafe("aten::sin")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if r.name.startswith("pgraph") and r.levelno >= logging.WARNING
+    ]
+
+
+# -- explain ---------------------------------------------------------------------------------------
+
+
+def wave(x: Tensor) -> Tensor:
+    a = (x * 2).cumsum(0)
+    b = torch.sin(a)
+    return (b + 1).cumsum(0) * 3
+
+
+@pytest.mark.usefixtures("marked")
+def test_parts_states_and_gains() -> None:
+    found = explain(wave, torch.randn(4))
+    assert [p.state for p in found.parts] == ["captured", "plain", "captured"]
+    assert [p.device_ops for p in found.parts] == [2, 1, 3]
+    assert [p.kernels for p in found.parts] == [2, None, 3]
+    assert found.device_ops == (5, 6)
+    assert found.kernels == (5, 6)
+    (change,) = found.changes
+    assert (change.ops, change.graphs) == (1, 2)
+    assert (change.reason.code, change.reason.fix) == ("marked", "unmark it")
+    assert lines(found) == ["b = torch.sin(a)"]
+    assert not found.complete
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_part_that_is_too_small() -> None:
+    """What it would gain counts with the op that cuts it off."""
+    found = explain(wave, torch.randn(4), min_ops=3)
+    assert [p.state for p in found.parts] == ["plain", "captured"]
+    assert [r.code for r in found.parts[0].reasons] == ["marked", "too-small"]
+    assert [c.ops for c in found.changes] == [3]
+
+
+def test_a_capture_that_is_refused() -> None:
+    with inject(HostFaults(fail_at="op")):
+        found = explain(lambda x: (x * 2).cumsum(0), torch.randn(4))
+    (part,) = found.parts
+    assert part.state == "fallen back"
+    assert [(c.reason.code, c.ops) for c in found.changes] == [(part.reasons[0].code, 2)]
+    assert "fallen back" in text(found)
+
+
+def test_a_graph_without_a_device() -> None:
+    found = explain(lambda x: x * 2, torch.randn(4), driver="auto")
+    assert [p.state for p in found.parts] == ["plain"]
+    assert found.changes[0].reason.code == "no-device"
+
+
+def test_a_backward_that_does_not_run() -> None:
+    """It is compiled when it is needed; hard mode compiles it at once."""
+    found = explain(lambda x: x.sin().sum(), torch.randn(4, requires_grad=True), require_full_capture=True)
+    assert [(p.kind, p.state) for p in found.parts] == [("forward", "captured"), ("backward", "not run")]
+    assert found.complete
+
+
+def test_a_compiled_program_keeps_its_options() -> None:
+    compiled = host(lambda x: x * 2 + 1)
+    assert pgraph.explain(compiled)(torch.randn(4)).complete
+    assert pgraph.explain(lambda x: compiled(x) * 2)(torch.randn(4)).uncompiled == (("aten::mul", 1),)
+    with pytest.raises(OptionError, match="compiled already"):
+        pgraph.explain(compiled, min_ops=2)(torch.randn(4))
+    module = MLP()
+    module.compile(backend="pgraph", options=HOST)
+    assert pgraph.explain(module)(torch.randn(2, 8)).complete
+
+
+def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
+    """Drawn before the graph that takes them: shown, but nothing to change."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU())
+    compiled = host(model, "inductor")
+    found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
+    assert [p.state for p in found.parts] == ["plain", "captured", "captured"]
+    assert [r.code for r in found.parts[0].reasons] == ["rng-seeds"]
+    assert found.changes == ()
+    assert found.complete
+    assert ("aten::ones_like", 1) in found.uncompiled  # the backward's first gradient
+
+
+def test_steps_are_counted_and_checked() -> None:
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 2
+
+    compiled = host(fn)
+
+    def step(x: Tensor) -> None:
+        calls.append(compiled(x))
+
+    found = pgraph.explain(step, steps=2)(torch.randn(4))
+    assert (found.steps, len(calls)) == (3, 3)
+    with pytest.raises(OptionError, match="steps"):
+        pgraph.explain(step, steps=0)
+
+
+def test_one_capture_that_serves_many_layers() -> None:
+    """Calls per step multiply ops and kernels."""
+    compiled = host(lambda x, w: (x @ w).relu())
+    weights = [torch.randn(4, 4) for _ in range(3)]
+
+    def step(x: Tensor) -> Tensor:
+        for w in weights:
+            x = compiled(x, w)
+        return x
+
+    found = pgraph.explain(step)(torch.randn(2, 4))
+    assert [(p.calls, p.captures) for p in found.parts] == [(3, 1)]
+    assert found.device_ops == (6, 6)
+    assert "captured x 3" in text(found)
+
+
+@pytest.mark.usefixtures("marked")
+def test_as_data_and_as_a_page(tmp_path: pathlib.Path) -> None:
+    found = explain(wave, torch.randn(4))
+    assert json.loads(found.to_json()) == found.to_dict()
+    page = found.to_html(tmp_path / "timeline.html")
+    assert (tmp_path / "timeline.html").read_text() == page
+    assert page.count('class="bar"') == 3
+    assert "fix: unmark it" in page
+    assert "b = torch.sin(a)" in page
+    assert found.to_html(times=False) == found.to_html(times=False)
+    assert " us" not in found.render(times=False)
+    assert " us" in str(found)
+    report = pgraph.report()
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    assert [p["state"] for p in report.to_dict()["parts"]] == ["captured", "plain", "captured"]
+
+
+def test_nothing_is_watched_afterwards() -> None:
+    explain(lambda x: x * 2, torch.randn(4))
+    assert observe.watch is None
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda x: 1 / 0, torch.randn(4))
+    assert observe.watch is None
+
+
+def test_records_die_with_the_code() -> None:
+    """Neither the report nor an explanation keeps a model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    gone = weakref.ref(model)
+    found = explain(model, torch.randn(2, 4))
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    assert found.complete
+    assert stats.live_parts() == []
+
+
+# -- from a first try to full capture ----------------------------------------------------------------
+
+WHITEN = torch.eye(4) * 2
+
+
+def first_try(x: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+    h = x @ torch.linalg.inv(WHITEN)
+    h = h / h.abs().max().item()
+    return ((h[counts] - target[counts]) ** 2).mean()
+
+
+def second_try(x: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+    h = x @ torch.linalg.inv(WHITEN)
+    h = h / h.abs().max()
+    return ((h[counts] - target[counts]) ** 2).mean()
+
+
+def third_try(x: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+    h = x @ torch.linalg.inv(WHITEN)
+    h = h / h.abs().max()
+    error = torch.where(counts[:, None], (h - target) ** 2, 0)
+    return error.sum() / (counts.sum() * 4)
+
+
+UNWHITEN = torch.linalg.inv(WHITEN)
+
+
+def last_try(x: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+    h = x @ UNWHITEN
+    h = h / h.abs().max()
+    error = torch.where(counts[:, None], (h - target) ** 2, 0)
+    return error.sum() / (counts.sum() * 4)
+
+
+def test_a_new_user_gets_to_full_capture() -> None:
+    """Each explanation names the next problem, its line and the fix that the next version applies."""
+    data = torch.randn(6, 4), torch.randn(6, 4), torch.tensor([True, False, True, True, False, True])
+    expected = [
+        (
+            first_try,
+            "h = h / h.abs().max().item()",
+            "keep the value in a tensor: x * s instead of x * s.item(), torch.where instead of if",
+        ),
+        (
+            second_try,
+            "return ((h[counts] - target[counts]) ** 2).mean()",
+            "use torch.where, masked_fill, or integer indices",
+        ),
+        (
+            third_try,
+            "h = x @ torch.linalg.inv(WHITEN)",
+            "factorise outside the compiled region, or less often",
+        ),
+    ]
+    for version, line, fix in expected:
+        found = explain(version, *data)
+        assert lines(found)[0] == line
+        assert found.changes[0].reason.fix == fix
+        assert not found.complete
+        with pytest.raises(FullCaptureError):
+            host(version, require_full_capture=True)(*data)
+        torch._dynamo.reset()
+    found = explain(last_try, *data, require_full_capture=True)
+    assert found.complete
+    assert not found.changes
+    for version, *_ in expected:
+        torch.testing.assert_close(last_try(*data), version(*data))
+
+
+# -- hard mode ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("marked")
+def test_hard_mode_refuses_an_unsafe_op() -> None:
+    ran = torch.zeros(1)
+
+    def fn(x: Tensor) -> Tensor:
+        ran.add_(1)
+        return torch.sin(x)
+
+    compiled = host(fn, require_full_capture=True)
+    for _ in range(2):
+        with pytest.raises(FullCaptureError, match=r"\[marked\] .* Fix: unmark it"):
+            compiled(torch.randn(4))
+    same(ran, torch.zeros(1))
+
+
+@pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_hard_mode_refuses_an_unsafe_backward(codegen: str, inductor_cache: pathlib.Path) -> None:
+    """Before the forward has run."""
+    compiled = host(lambda x: (x * 2).cos().sum(), codegen, require_full_capture=True)
+    with pytest.raises(FullCaptureError, match="backward"):
+        compiled(torch.randn(4, requires_grad=True))
+
+
+def test_hard_mode_refuses_a_graph_break() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    with pytest.raises(FullCaptureError, match="graph-break"):
+        host(fn, require_full_capture=True)(torch.randn(4))
+
+
+def test_hard_mode_refuses_the_cpu() -> None:
+    with pytest.raises(FullCaptureError, match="no-device"):
+        host(lambda x: x + 1, require_full_capture=True, driver="auto")(torch.randn(4))
+
+
+def test_hard_mode_refuses_a_failed_capture() -> None:
+    """The call that was to be captured raises, and so do the ones after it; none has run."""
+    total = torch.zeros(4)
+    compiled = host(lambda x: total.add_(x).cumsum(0), require_full_capture=True)
+    compiled(torch.ones(4))
+    with inject(HostFaults(fail_at="op")), pytest.raises(FullCaptureError, match="stays outside every graph"):
+        compiled(torch.ones(4))
+    with pytest.raises(FullCaptureError):
+        compiled(torch.ones(4))
+    same(total, torch.ones(4))
+    pgraph.reset()
+    compiled(torch.ones(4))
+    compiled(torch.ones(4))
+    assert pgraph.report().launches == 1
+
+
+def test_hard_mode_refuses_a_failed_launch() -> None:
+    compiled = host(lambda x: (x * 2).cumsum(0), require_full_capture=True)
+    for _ in range(3):
+        compiled(torch.ones(4))
+    with inject(HostFaults(fail_at="launch")), pytest.raises(FullCaptureError, match="launch-failed"):
+        compiled(torch.ones(4))
+    with pytest.raises(FullCaptureError, match="launch-failed"):
+        compiled(torch.ones(4))
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_hard_mode_lets_a_model_train(codegen: str, inductor_cache: pathlib.Path) -> None:
+    """Dropout's seeds are drawn before the graph, which is no loss."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5 if codegen == "inductor" else 0.0), nn.Linear(8, 2))
+    compiled = host(model, codegen, require_full_capture=True)
+    for _ in range(3):
+        compiled(torch.randn(3, 4)).sum().backward()
+    assert pgraph.report().launches >= 4
+
+
+# -- sizes ---------------------------------------------------------------------------------------------
+
+
+def running_sum(x: Tensor) -> Tensor:
+    return (x + x.shape[0]).cumsum(0)
+
+
+def call(compiled: Any, *sizes: int) -> None:
+    for n in sizes:
+        x = torch.randn(n, 3)
+        same(compiled(x), running_sum(x))
+
+
+@pytest.mark.parametrize("listed", [[2, 5], (2, 5)])
+def test_only_listed_sizes_are_captured(listed: Any) -> None:
+    compiled = host(running_sum, dynamic=True, capture_sizes=[*listed, 3])  # 3: the other dimension
+    call(compiled, *[2, 4, 5, 6] * 3)
+    report = pgraph.report()
+    assert report.captures == 2
+    assert report.launches == 4
+    (partition,) = stats.live_partitions()
+    assert len(partition.variants()) == 2
+
+
+def test_listed_sizes_hold_in_the_backward() -> None:
+    compiled = host(running_sum, dynamic=True, capture_sizes=[2, 3])
+    for n in [2, 4, 5] * 3:
+        x = torch.randn(n, 3, requires_grad=True)
+        compiled(x).sum().backward()
+        same(x.grad, torch.arange(n, 0, -1.0)[:, None].expand(n, 3).contiguous())
+    assert [(p.captures, p.launches) for p in pgraph.report().partitions] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("wrong", [5, [1.5], ["2"], [True], [-1]])
+def test_listed_sizes_are_checked(wrong: Any) -> None:
+    with pytest.raises(Exception, match="capture_sizes"):
+        host(running_sum, capture_sizes=wrong)(torch.randn(2, 3))
+
+
+def test_static_shapes_need_not_be_listed() -> None:
+    compiled = host(running_sum, capture_sizes=[7])
+    call(compiled, 2, 2, 2)
+    assert pgraph.report().launches == 2
+
+
+def test_new_captures_and_evictions_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = host(running_sum, dynamic=True, max_captures=2)
+    call(compiled, 2, 2)
+    assert warnings(caplog) == []
+    call(compiled, 3, 3, 4, 4, 5, 5, 6, 6)
+    varied, evicting = warnings(caplog)
+    assert "captured again because dimension 0 of x went from 2 to 3" in varied
+    assert "capture_sizes" in varied
+    assert "max_captures=2" in evicting
+    assert "raise max_captures" in evicting
+
+
+def test_a_fall_back_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = host(running_sum, dynamic=True)
+    with inject(HostFaults(fail_at="op")):
+        call(compiled, *[2, 3, 4] * 3)
+    (told,) = warnings(caplog)
+    assert "runs plainly" in told
+    assert "Fix: " in told
+
+
+def test_the_log_tells_what_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """What TORCH_LOGS="+pgraph" shows."""
+    with caplog.at_level(logging.DEBUG, logger="pgraph"):
+        call(host(running_sum), 2, 2)
+    told = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("pgraph"))
+    assert "2 device ops, to be captured" in told
+    assert "captured in" in told
+    assert "node 0: kernel" in told
+
+
+def test_nothing_grows_with_the_number_of_sizes() -> None:
+    """Ten thousand calls of two thousand sizes, some of them in runs long enough to be captured."""
+    compiled = host(running_sum, dynamic=True, max_captures=4)
+    sizes = random.Random(0)
+    x = torch.randn(2100, 2)
+    call(compiled, 2, 2, 3, 3)
+    (partition,) = stats.live_partitions()
+
+    def sweep(calls: int) -> int:
+        for i in range(calls // 5):
+            n = sizes.randrange(2, 2000)
+            for _ in range(5 if i % 10 == 0 else 2 if i % 3 == 0 else 1):
+                compiled(x[:n])
+            assert len(partition.variants()) <= 4
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = sweep(2000)
+    after = sweep(8000)
+    assert after - before < 30_000  # KiB
+    report = pgraph.report()
+    assert report.captures > 50
+    assert len(stats.live_parts()) == len(stats._parts) == 1
+    assert len(partition._sizes.dimensions) == 2
+    kinds = [type(o) for o in gc.get_objects()]
+    assert kinds.count(Variant) <= 6
