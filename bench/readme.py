@@ -58,6 +58,18 @@ def figure(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def cell(row: Row, key: str, form: str) -> str:
+    """One figure of a row; compiling from a filled cache is no compile time."""
+    if key == "compile_s" and row.get("inductor_cache") == "the machine's":
+        return "-"
+    return figure(row.get(key), form)
+
+
+def commit(row: Row) -> str:
+    """The commit that the row was measured at."""
+    return str(row.get("commit") or "-")[:7]
+
+
 def ordered(rows: Sequence[Row]) -> list[Row]:
     """Rows by config as first met, then mode and scope, then backend in the usual order."""
     configs = list(dict.fromkeys(row["config"] for row in rows))
@@ -90,11 +102,13 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
     lines, notes = [], []
     for row in rows:
         where = place(row) + (f", {row['mode']}" if modes else "")
-        lines.append([where, row["backend"], *(figure(row.get(key), form) for key, _, form in columns)])
+        lines.append(
+            [where, row["backend"], *(cell(row, key, form) for key, _, form in columns), commit(row)]
+        )
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
-    head = ["config", "backend", *(title for _, title, _ in columns)]
-    align = ["left", "left"] + ["right"] * len(columns)
+    head = ["config", "backend", *(title for _, title, _ in columns), "commit"]
+    align = ["left", "left"] + ["right"] * len(columns) + ["left"]
     text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
     return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
 
@@ -119,11 +133,12 @@ def equality_table(data: File) -> str:
                 figure(row.get("distinct_addresses"), ",d"),
                 grew,
                 row["status"],
+                commit(row),
             ]
         )
     head = ["config", "backends", "steps", "tensors", "bit-equal", "reference to itself", "addresses"]
-    head += ["captures", "result"]
-    align = ["left", "left", *["right"] * 6, "left"]
+    head += ["captures", "result", "commit"]
+    align = ["left", "left", *["right"] * 6, "left", "left"]
     return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
 
 
@@ -229,7 +244,9 @@ def chart(data: File, path: Path, check: bool) -> str | None:
 
 def load(folder: Path) -> list[File]:
     """All result files of a folder, in order of their names."""
-    return [schema.read(path) for path in sorted(folder.glob("*.json"))]
+    # The record of the GPU tests lies there too; it is no benchmark's.
+    paths = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith("gpu-tests-")]
+    return [schema.read(path) for path in paths]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

