@@ -5,15 +5,15 @@ The files, in the order in which data flows through them:
 ========================  ==========================================================================
 `backend`                 Dynamo graph in; forward, backward and inference graphs to runners
 `options`                 what a user can choose
-`safety`, `nodes`,        which ops may be captured, and why not
-`optable`
+`safety`, `rules_*`,      which ops may be captured, and why not
+`nodes`, `optable`
 `partition`               contiguous runs of safe and unsafe ops, each a module of its own
 `capture`                 record a partition on ghost memory
 `match`                   two recordings -> which words of the node parameters are which region
 `plan`, `packing`         when memory is allocated and freed around which chunk of nodes
 `build`                   the steps above in order; `template` holds what they leave behind
 `launch`                  today's addresses in, ordinary tensors out
-`runner`                  the state machine: plain, captured, launched, fallen back
+`runner`, `variant`       the state machine: plain, captured, launched, fallen back
 `drivers/`                CUDA, and the same rules on the CPU
 `facts`, `stats`          what is known of each part, and what has been done with it so far
 `explaining`, `breaks`,   why something stays outside, what it costs, what to change first

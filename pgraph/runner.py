@@ -12,8 +12,6 @@ run plainly instead.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import logging
 import threading
 from collections import OrderedDict
@@ -23,8 +21,7 @@ from typing import Any
 import torch
 
 from pgraph import observe, stats, strict
-from pgraph.build import Built, build
-from pgraph.compat import assert_size_stride
+from pgraph.build import build
 from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
 from pgraph.facts import PartFacts
@@ -34,74 +31,15 @@ from pgraph.partition import Const, SplitPlan
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Template
+from pgraph.variant import State, Variant, alignments
 
-__all__ = ["GraphRunner", "PartitionRunner", "Variant"]
+__all__ = ["GraphRunner", "PartitionRunner"]
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
 Boxed = Callable[[list[Any]], Any]
-
-
-class State(enum.Enum):
-    """Where a variant stands."""
-
-    COLD = "cold"
-    WARM = "warm"
-    READY = "ready"
-    REFUSED = "refused"
-
-
-@dataclasses.dataclass(slots=True)
-class Variant:
-    """One set of layouts and alignments, and what has become of it.
-
-    Args:
-        tensors: per device tensor: (position among the arguments, size, stride, address bits that must
-            be 0: the alignment needed less 1).
-        others: (position, value) of the integers that the code was specialized for.
-    """
-
-    tensors: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
-    others: tuple[tuple[int, Any], ...]
-    runs: int = 0
-    failures: int = 0
-    threads: set[int] = dataclasses.field(default_factory=set)
-    built: Built | None = None
-    launcher: Launcher | None = None
-    reason: Reason | None = None
-
-    @property
-    def state(self) -> State:
-        if self.reason is not None:
-            return State.REFUSED
-        if self.launcher is not None:
-            return State.READY
-        return State.WARM if self.runs else State.COLD
-
-    def addresses(self, args: Sequence[Any]) -> list[int] | None:
-        """Addresses of the device tensors if a launch of this variant is right for `args`, else None.
-
-        Note [Alignment is part of the contract]
-        Kernels were chosen for the alignment of the captured addresses; a less aligned address
-        needs another capture.
-        """
-        for position, value in self.others:
-            if args[position] != value:
-                return None
-        found = []
-        try:
-            for position, size, stride, mask in self.tensors:
-                tensor = args[position]
-                address = tensor.data_ptr()
-                if address & mask:
-                    return None
-                assert_size_stride(tensor, size, stride)
-                found.append(address)
-        except AssertionError:
-            return None
-        return found
 
 
 class PartitionRunner:
@@ -249,7 +187,7 @@ class PartitionRunner:
                 addresses.append(value.data_ptr())
             elif isinstance(value, int | float | bool):
                 others.append((position, value))
-        aligned = _alignments(addresses, self._driver.alignment)
+        aligned = alignments(addresses, self._driver.alignment)
         key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
@@ -343,20 +281,6 @@ def _unexpected(error: Exception) -> Reason:
         f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
         'report it, with the log of TORCH_LOGS="+pgraph"; the partition runs plainly',
     )
-
-
-def _alignments(addresses: Sequence[int], usual: int) -> list[int]:
-    """The alignment to capture each address with, in bytes.
-
-    Few classes, so that addresses that wander (slices of one large buffer) do not ask for a capture
-    each: all as the allocator aligns, or all to 16 bytes (what vector loads and tensor maps need),
-    or each by itself.
-    """
-    lows = [(a & -a) if a else usual for a in addresses]
-    for common in (usual, 16):
-        if all(low >= common for low in lows):
-            return [common] * len(lows)
-    return [min(low, 16) for low in lows]
 
 
 class GraphRunner:

@@ -29,7 +29,7 @@ with_and_without = pytest.mark.parametrize("cured", [True, False], ids=["cured",
 def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that would read or write a ghost, and crash, fails the check instead."""
     ranges: list[tuple[int, int]] = []
-    make, run = host_driver.HostArena.__init__, host_driver._run
+    make, run = host_driver.HostArena.__init__, host_driver.run
 
     def noting(self: Any, layout: int) -> None:
         make(self, layout)
@@ -41,7 +41,7 @@ def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         run(node, params)
 
     monkeypatch.setattr(host_driver.HostArena, "__init__", noting)
-    monkeypatch.setattr(host_driver, "_run", guarded)
+    monkeypatch.setattr(host_driver, "run", guarded)
 
 
 def shows(check: Callable[[], None], cured: bool) -> None:
@@ -168,7 +168,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             HiddenAllocation(table, 8 * len(words), True),
             HiddenAllocation(workspace, SIZE, True),
         ]
-        self._add("kernel", "prepare", (host_driver._TABLE, len(words)), [table, *words])
+        self._add("kernel", "prepare", (host_driver.TABLE, len(words)), [table, *words])
         self._add("memset", "workspace", (0xA5, SIZE), [workspace])
         self._add("kernel", name, (call, codes, "table"), [table])
 
@@ -212,13 +212,13 @@ def test_hazard_6_the_template_is_never_edited(cured: bool, monkeypatch: pytest.
     (template,) = templates()
     before = [n.params for n in template.nodes]
     if not cured:
-        real = host_driver._run
+        real = host_driver.run
 
         def through(node: Any, params: bytearray) -> None:
             object.__setattr__(node, "params", bytes(params))
             real(node, params)
 
-        monkeypatch.setattr(host_driver, "_run", through)
+        monkeypatch.setattr(host_driver, "run", through)
 
     def check() -> None:
         with launching(2):

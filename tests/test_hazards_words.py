@@ -110,7 +110,7 @@ def test_pointer_looking_constants(cured: bool, monkeypatch: pytest.MonkeyPatch)
             ]
 
         monkeypatch.setattr(match._Matcher, "node", guess)
-        monkeypatch.setattr(host_driver, "_run", lambda node, params: None)
+        monkeypatch.setattr(host_driver, "run", lambda node, params: None)
 
     def check() -> None:
         with launching(1):
@@ -199,15 +199,15 @@ def test_hazard_14_random_numbers_differ_from_launch_to_launch(
     if not cured:
         safe = functools.partial(backend.refusal, rng_is_safe=True)
         monkeypatch.setattr(backend, "refusal", safe)
-        monkeypatch.setattr(host_driver, "_refuse_random", lambda op, args, kwargs: None)
-        real, seeds = host_driver._OpCall.__call__, itertools.repeat(11)
+        monkeypatch.setattr(host_driver, "refuse_random", lambda op, args, kwargs: None)
+        real, seeds = host_driver.OpCall.__call__, itertools.repeat(11)
 
         def frozen(self: Any, leaves: list[Any]) -> None:
             with torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in self.op.tags):
                 torch.manual_seed(next(seeds))
                 real(self, leaves)
 
-        monkeypatch.setattr(host_driver._OpCall, "__call__", frozen)
+        monkeypatch.setattr(host_driver.OpCall, "__call__", frozen)
 
     compiled = host(lambda x: nn.functional.dropout(x * 2, 0.5).cumsum(0))
     for _ in range(2):

@@ -30,14 +30,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pgraph.drivers import faults as fault
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.drivers.host_nodes import TABLE, KernelCall, OpCall, as_copy, as_fill, encode, refuse_random, run
 from pgraph.errors import CaptureError, DriverError
 from pgraph.match import RangeMap
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
 __all__ = ["HostDriver"]
-
-aten = torch.ops.aten
 
 _CPU = torch.device("cpu")
 _RESERVE = 1 << 42
@@ -57,7 +56,6 @@ _MAP_NORESERVE = 0x4000
 
 # Functional in the schema, but their CPU implementation only makes another view.
 _VIEWS_IN_DISGUISE = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"})
-_DROPOUT_ARGUMENTS = ("dropout_p", "p", "train")
 
 
 class HostArena(Arena):
@@ -146,7 +144,7 @@ class HostSession(Session):
         fault.active().step("op")
         if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
             return op(*args, **kwargs)
-        _refuse_random(op, args, kwargs)
+        refuse_random(op, args, kwargs)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         try:
             with self._fake:
@@ -210,21 +208,21 @@ class HostSession(Session):
         self, op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor], positions: tuple[int, ...]
     ) -> None:
         name = op.overloadpacket.__name__
-        if (copy := _as_copy(op, args, kwargs, fresh)) is not None:
+        if (copy := as_copy(op, args, kwargs, fresh)) is not None:
             self._add("memcpy", name, (copy[2],), [copy[0], copy[1]])
-        elif (fill := _as_fill(op, args, fresh)) is not None:
+        elif (fill := as_fill(op, args, fresh)) is not None:
             self._add("memset", name, (0, fill[1]), [fill[0]])
         else:
             leaves, spec = tree_flatten((args, kwargs))
-            codes, words = _encode(leaves)
-            out_codes, out_words = _encode(fresh)
-            call = _OpCall(op, spec, positions)
+            codes, words = encode(leaves)
+            out_codes, out_words = encode(fresh)
+            call = OpCall(op, spec, positions)
             self._kernel(name, call, codes + out_codes, words + out_words)
 
     def _kernel_recorder(self, name: str, kernel: Callable[..., Any]) -> Callable[..., None]:
         def record(*args: Any) -> None:
-            codes, words = _encode(args)
-            self._kernel(name, _KernelCall(kernel), codes, words)
+            codes, words = encode(args)
+            self._kernel(name, KernelCall(kernel), codes, words)
 
         return record
 
@@ -233,7 +231,7 @@ class HostSession(Session):
         if name in faults.tables:
             table = self.arena.take(8 * len(words))
             self._hidden.append(HiddenAllocation(table, 8 * len(words), freed=False))
-            self._add("kernel", f"{name}_prepare", (_TABLE, len(words)), [table, *words])
+            self._add("kernel", f"{name}_prepare", (TABLE, len(words)), [table, *words])
             self._add("kernel", name, (call, codes, "table"), [table])
             return
         self._add("kernel", name, (call, codes), words + self._padding())
@@ -284,7 +282,7 @@ class HostExec(Exec):
             fault.active().step("launch")
             with torch.no_grad():
                 for node, params in zip(self._nodes, self._params, strict=True):
-                    _run(node, params)
+                    run(node, params)
             return rewritten
 
 
@@ -338,152 +336,3 @@ class HostDriver(Driver):
 
     def close(self) -> None:
         return None
-
-
-# -- nodes: encoding and running --------------------------------------------------------------
-
-_TABLE = "pointer-table"
-
-
-class _OpCall:
-    """Calls a dispatched op on decoded leaves and writes its fresh results where they belong."""
-
-    def __init__(self, op: Any, spec: Any, positions: tuple[int, ...]) -> None:
-        self.op, self.spec, self.positions = op, spec, positions
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _OpCall)
-            and self.op is other.op
-            and self.spec == other.spec
-            and self.positions == other.positions
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __call__(self, leaves: list[Any]) -> None:
-        n = len(leaves) - len(self.positions)
-        args, kwargs = tree_unflatten(leaves[:n], self.spec)
-        result = tree_flatten(self.op(*args, **kwargs))[0]
-        for target, position in zip(leaves[n:], self.positions, strict=True):
-            target.copy_(result[position])
-
-
-class _KernelCall:
-    """Calls a compiled C++ kernel, which takes tensors only for their addresses."""
-
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self.kernel = kernel
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _KernelCall) and self.kernel is other.kernel
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __call__(self, leaves: list[Any]) -> None:
-        self.kernel(*leaves)
-
-
-def _encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """(codes, words): a word per tensor and per integer, everything else stands in the code."""
-    codes: list[Any] = []
-    words: list[int] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype))
-            words.append(leaf.data_ptr())
-        elif type(leaf) is int:
-            codes.append(("int",))
-            words.append(leaf)
-        else:
-            codes.append(("value", leaf))
-    return tuple(codes), words
-
-
-def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
-    values: list[Any] = []
-    at = iter(words)
-    for code in codes:
-        if code[0] == "tensor":
-            values.append(_tensor_at(next(at), *code[1:]))
-        elif code[0] == "int":
-            word = next(at)
-            values.append(word - (1 << 64) if word >> 63 else word)
-        else:
-            values.append(code[1])
-    return values
-
-
-def _tensor_at(address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    nbytes = extent(size, stride) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
-
-
-def _run(node: NodeRecord, params: bytearray) -> None:
-    words = struct.unpack_from(f"={len(params) // 8}Q", params)
-    if node.kind == "memcpy":
-        ctypes.memmove(words[0], words[1], node.header[0])
-    elif node.kind == "memset":
-        ctypes.memset(words[0], node.header[0], node.header[1])
-    elif node.header[0] is _TABLE:
-        ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
-    else:
-        call, codes, *rest = node.header
-        if rest:  # the addresses stand in a table in memory
-            n = sum(code[0] != "value" for code in codes)
-            words = struct.unpack_from(f"={n}Q", ctypes.string_at(words[0], 8 * n))
-        call(_decode(codes, words))
-
-
-def _refuse_random(op: Any, args: Any, kwargs: Any) -> None:
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return
-    names = [a.name for a in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    for argument in op._schema.arguments:
-        if argument.name in _DROPOUT_ARGUMENTS:
-            value = given.get(argument.name, argument.default_value)
-            if value in (0, 0.0, False):
-                return
-    raise CaptureError(
-        Reason(
-            "random-in-capture",
-            f"{op} draws from the generator, whose offset would be frozen",
-            "keep it outside with pgraph.mark_unsafe",
-        )
-    )
-
-
-def _dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous() and t.numel() > 0
-
-
-def _as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple[int, int, int] | None:
-    """(destination, source, bytes) if the op is a plain copy between dense tensors."""
-    if op is aten.clone.default and fresh:
-        source, target = args[0], fresh[0]
-    elif op is aten.copy_.default:
-        target, source = args[0], args[1]
-    else:
-        return None
-    same = source.dtype == target.dtype and source.size() == target.size()
-    if not (same and _dense(source) and _dense(target)):
-        return None
-    return target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
-
-
-def _as_fill(op: Any, args: Any, fresh: list[torch.Tensor]) -> tuple[int, int] | None:
-    """(address, bytes) if the op fills dense memory with zero bytes."""
-    makes_zeros = op in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-    if op is aten.full.default:
-        makes_zeros = args[1] in (0, 0.0) and str(args[1]) != "-0.0"
-    if makes_zeros and fresh:
-        target = fresh[0]
-    elif op is aten.zero_.default:
-        target = args[0]
-    else:
-        return None
-    if not _dense(target):
-        return None
-    return target.data_ptr(), target.numel() * target.element_size()

@@ -1,0 +1,169 @@
+"""The host driver's nodes: parameters packed as bytes, and what a launch makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pgraph.drivers.base import extent
+from pgraph.errors import CaptureError
+from pgraph.reasons import Reason
+from pgraph.template import NodeRecord
+
+__all__ = ["TABLE", "KernelCall", "OpCall", "as_copy", "as_fill", "encode", "refuse_random", "run"]
+
+aten = torch.ops.aten
+
+_CPU = torch.device("cpu")
+_DROPOUT_ARGUMENTS = ("dropout_p", "p", "train")
+
+TABLE = "pointer-table"
+
+
+class OpCall:
+    """Calls a dispatched op on decoded leaves and writes its fresh results where they belong."""
+
+    def __init__(self, op: Any, spec: Any, positions: tuple[int, ...]) -> None:
+        self.op, self.spec, self.positions = op, spec, positions
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, OpCall)
+            and self.op is other.op
+            and self.spec == other.spec
+            and self.positions == other.positions
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, leaves: list[Any]) -> None:
+        n = len(leaves) - len(self.positions)
+        args, kwargs = tree_unflatten(leaves[:n], self.spec)
+        result = tree_flatten(self.op(*args, **kwargs))[0]
+        for target, position in zip(leaves[n:], self.positions, strict=True):
+            target.copy_(result[position])
+
+
+class KernelCall:
+    """Calls a compiled C++ kernel, which takes tensors only for their addresses."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelCall) and self.kernel is other.kernel
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, leaves: list[Any]) -> None:
+        self.kernel(*leaves)
+
+
+def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """(codes, words): a word per tensor and per integer, everything else stands in the code."""
+    codes: list[Any] = []
+    words: list[int] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype))
+            words.append(leaf.data_ptr())
+        elif type(leaf) is int:
+            codes.append(("int",))
+            words.append(leaf)
+        else:
+            codes.append(("value", leaf))
+    return tuple(codes), words
+
+
+def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
+    values: list[Any] = []
+    at = iter(words)
+    for code in codes:
+        if code[0] == "tensor":
+            values.append(_tensor_at(next(at), *code[1:]))
+        elif code[0] == "int":
+            word = next(at)
+            values.append(word - (1 << 64) if word >> 63 else word)
+        else:
+            values.append(code[1])
+    return values
+
+
+def _tensor_at(address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = extent(size, stride) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+
+def run(node: NodeRecord, params: bytearray) -> None:
+    words = struct.unpack_from(f"={len(params) // 8}Q", params)
+    if node.kind == "memcpy":
+        ctypes.memmove(words[0], words[1], node.header[0])
+    elif node.kind == "memset":
+        ctypes.memset(words[0], node.header[0], node.header[1])
+    elif node.header[0] is TABLE:
+        ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
+    else:
+        call, codes, *rest = node.header
+        if rest:  # the addresses stand in a table in memory
+            n = sum(code[0] != "value" for code in codes)
+            words = struct.unpack_from(f"={n}Q", ctypes.string_at(words[0], 8 * n))
+        call(_decode(codes, words))
+
+
+def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return
+    names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        if argument.name in _DROPOUT_ARGUMENTS:
+            value = given.get(argument.name, argument.default_value)
+            if value in (0, 0.0, False):
+                return
+    raise CaptureError(
+        Reason(
+            "random-in-capture",
+            f"{op} draws from the generator, whose offset would be frozen",
+            "keep it outside with pgraph.mark_unsafe",
+        )
+    )
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.numel() > 0
+
+
+def as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple[int, int, int] | None:
+    """(destination, source, bytes) if the op is a plain copy between dense tensors."""
+    if op is aten.clone.default and fresh:
+        source, target = args[0], fresh[0]
+    elif op is aten.copy_.default:
+        target, source = args[0], args[1]
+    else:
+        return None
+    same = source.dtype == target.dtype and source.size() == target.size()
+    if not (same and _dense(source) and _dense(target)):
+        return None
+    return target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
+
+
+def as_fill(op: Any, args: Any, fresh: list[torch.Tensor]) -> tuple[int, int] | None:
+    """(address, bytes) if the op fills dense memory with zero bytes."""
+    makes_zeros = op in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+    if op is aten.full.default:
+        makes_zeros = args[1] in (0, 0.0) and str(args[1]) != "-0.0"
+    if makes_zeros and fresh:
+        target = fresh[0]
+    elif op is aten.zero_.default:
+        target = args[0]
+    else:
+        return None
+    if not _dense(target):
+        return None
+    return target.data_ptr(), target.numel() * target.element_size()

@@ -1,0 +1,89 @@
+"""One set of layouts and alignments of a partition's arguments, and what has become of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from pgraph.build import Built
+from pgraph.compat import assert_size_stride
+from pgraph.launch import Launcher
+from pgraph.reasons import Reason
+
+__all__ = ["State", "Variant", "alignments"]
+
+
+class State(enum.Enum):
+    """Where a variant stands."""
+
+    COLD = "cold"
+    WARM = "warm"
+    READY = "ready"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(slots=True)
+class Variant:
+    """One set of layouts and alignments, and what has become of it.
+
+    Args:
+        tensors: per device tensor: (position among the arguments, size, stride, address bits that must
+            be 0: the alignment needed less 1).
+        others: (position, value) of the integers that the code was specialized for.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
+    others: tuple[tuple[int, Any], ...]
+    runs: int = 0
+    failures: int = 0
+    threads: set[int] = dataclasses.field(default_factory=set)
+    built: Built | None = None
+    launcher: Launcher | None = None
+    reason: Reason | None = None
+
+    @property
+    def state(self) -> State:
+        if self.reason is not None:
+            return State.REFUSED
+        if self.launcher is not None:
+            return State.READY
+        return State.WARM if self.runs else State.COLD
+
+    def addresses(self, args: Sequence[Any]) -> list[int] | None:
+        """Addresses of the device tensors if a launch of this variant is right for `args`, else None.
+
+        Note [Alignment is part of the contract]
+        Kernels were chosen for the alignment of the captured addresses; a less aligned address
+        needs another capture.
+        """
+        for position, value in self.others:
+            if args[position] != value:
+                return None
+        found = []
+        try:
+            for position, size, stride, mask in self.tensors:
+                tensor = args[position]
+                address = tensor.data_ptr()
+                if address & mask:
+                    return None
+                assert_size_stride(tensor, size, stride)
+                found.append(address)
+        except AssertionError:
+            return None
+        return found
+
+
+def alignments(addresses: Sequence[int], usual: int) -> list[int]:
+    """The alignment to capture each address with, in bytes.
+
+    Few classes, so that addresses that wander (slices of one large buffer) do not ask for a capture
+    each: all as the allocator aligns, or all to 16 bytes (what vector loads and tensor maps need),
+    or each by itself.
+    """
+    lows = [(a & -a) if a else usual for a in addresses]
+    for common in (usual, 16):
+        if all(low >= common for low in lows):
+            return [common] * len(lows)
+    return [min(low, 16) for low in lows]
