@@ -22,8 +22,8 @@ import pgraph
 from pgraph import observe, stats
 from pgraph.drivers.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError, OptionError
-from pgraph.variant import Variant
 from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.variant import Variant
 
 
 @pytest.fixture
