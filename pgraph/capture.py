@@ -182,7 +182,8 @@ def record(
         namespaces: globals of generated modules that allocate by themselves.
 
     Raises:
-        CaptureError: the driver refused; nothing has run and nothing is left behind.
+        CaptureError: the driver refused, or the code kept a ghost; nothing has run.
+        DriverError: the capture could not be begun.
     """
     # The collector must not free somebody else's device objects in the middle of a capture.
     collecting = gc.isenabled()

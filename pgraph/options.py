@@ -36,7 +36,7 @@ class Options:
     # Captures kept per partition (one per set of shapes and alignments); the least recently used goes.
     max_captures: int = 16
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
-    # Less memory means more launches; 24 MiB keep an ordinary transformer block in one piece.
+    # Less memory means more launches.
     memory_slack_mb: int = 24
     # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
     # these; () captures any.

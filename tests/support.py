@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -108,3 +109,16 @@ class Block(nn.Module):
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(B, T, D))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+# A hazard's test runs twice: as it is, and with the cure taken out, when its check must fail.
+with_and_without = pytest.mark.parametrize("cured", [True, False], ids=["cured", "uncured"])
+
+
+def shows(check: Callable[[], None], cured: bool) -> None:
+    """The check holds with the cure, and fails without it."""
+    if cured:
+        check()
+    else:
+        with pytest.raises(AssertionError):
+            check()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import host, launching, same
+from support import host, launching, same, shows, with_and_without
 from torch import Tensor
 
 import pgraph
@@ -21,8 +21,6 @@ from pgraph.template import Slot, Template
 
 N = 16
 SIZE = 4 * N * N  # bytes of a matrix: more than the planner's granule, so that overflow is overflow
-
-with_and_without = pytest.mark.parametrize("cured", [True, False], ids=["cured", "uncured"])
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +40,6 @@ def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(host_driver.HostArena, "__init__", noting)
     monkeypatch.setattr(host_driver, "run", guarded)
-
-
-def shows(check: Callable[[], None], cured: bool) -> None:
-    """The check holds with the cure, and fails without it."""
-    if cured:
-        check()
-    else:
-        with pytest.raises(AssertionError):
-            check()
 
 
 def matrices(n: int = 2) -> list[Tensor]:

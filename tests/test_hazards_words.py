@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support import host, launching, same
+from support import host, launching, same, shows, with_and_without
 from torch import Tensor, nn
 
 import pgraph
@@ -19,17 +18,7 @@ from pgraph.drivers.faults import HostFaults, inject
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 
-with_and_without = pytest.mark.parametrize("cured", [True, False], ids=["cured", "uncured"])
 FRAMEWORK = (0x7EEE_0000_0000, 1 << 20)
-
-
-def shows(check: Callable[[], None], cured: bool) -> None:
-    """The check holds with the cure, and fails without it."""
-    if cured:
-        check()
-    else:
-        with pytest.raises(AssertionError):
-            check()
 
 
 def fn(x: Tensor, y: Tensor) -> Tensor:

@@ -271,7 +271,6 @@ SHAPING = [
         "foreach-in-place",
         lambda xs, ys: torch._foreach_addcmul_(xs, ys, ys, 0.5),
         lambda: ([randn(33) for _ in range(9)], [randn(33) for _ in range(9)]),
-        refused="ambiguous-word",
     ),
 ]
 
