@@ -238,11 +238,11 @@ def check(
 # -- other processes ------------------------------------------------------------------------------
 
 
-def python(code: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `code` in a process of its own, which can import pgraph and these helpers."""
+def python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `code` with `arguments` in a process of its own, which can import pgraph and these helpers."""
     path = os.pathsep.join([str(ROOT), str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -23,8 +23,10 @@ from gpu_helpers import (
     check,
     compile_pgraph,
     explain,
+    finish,
     index,
     partitions,
+    python,
     randn,
     same_bits,
     templates,
@@ -32,7 +34,7 @@ from gpu_helpers import (
 from llama import Llama, LlamaConfig
 from torch import Tensor
 
-from pgraph import capture, drivers, runner
+from pgraph import capture, drivers, match, runner
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda_ghost", reason="needs cuda-bindings")
@@ -123,6 +125,38 @@ def test_cublas_parameters_passed_in_one_buffer_are_rebound() -> None:
         assert len(regions) >= 3, f"node {i} names no result:\n{template.render()}"
 
 
+def _slots_of_a_product() -> tuple[Any, ...]:
+    """Capture and match one bf16 product; nothing is launched."""
+    driver = drivers._get(DEVICE)
+    inputs = [randn(1024, 1024, dtype=torch.bfloat16) for _ in range(2)]
+
+    def fn(args: list[Any]) -> list[Tensor]:
+        a, b = args
+        args.clear()
+        return [a @ b]
+
+    fn(list(inputs))
+    recordings = []
+    with driver.capture_lock(), driver.arena(0) as first, driver.arena(1) as second:
+        for arena in (first, second):
+            recordings.append(capture.record(driver, arena, fn, inputs, [256] * 2))
+        return match.match(*recordings, framework=driver.framework_ranges(), constants=match.RangeMap([]))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="Hopper's cuBLAS"
+)
+@pytest.mark.parametrize("cured", [True, False])
+def test_a_product_has_no_slots_unless_the_buffer_is_read(
+    cured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard 5, and its control: whoever reads `kernelParams` alone finds no pointer of a product."""
+    if not cured:
+        monkeypatch.setattr(cuda_nodes, "_extra_buffer", lambda extra: b"")
+    regions = {slot.region for slot in _slots_of_a_product()}
+    assert ({0, 1, 2} <= regions) is cured, f"slots name the regions {regions}"
+
+
 def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
     """Hazard 6: launches write into buffers of their own."""
     compiled = compile_pgraph(lambda x, w: (torch.cat((x @ w, x.clone())) * 2).sum(0), codegen="aten")
@@ -153,6 +187,38 @@ def test_copy_and_fill_nodes_are_rebound() -> None:
     (template,) = templates()
     moved = {template.nodes[s.node].kind for s in template.slots}
     assert {"kernel", "memcpy"} <= moved, template.render()
+
+
+_TWO_RECORDINGS = """
+import os, sys, torch
+from pgraph import capture, drivers
+if sys.argv[1:] == ["uncured"]:
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
+driver = drivers._get(torch.device("cuda", 0))
+inputs = [torch.randn(64, 65536, device="cuda").bfloat16(), torch.randn(65536, 64, device="cuda").bfloat16()]
+def fn(args):
+    a, b = args
+    args.clear()
+    return [a @ b]
+fn(list(inputs))
+sizes = []
+for layout in (0, 1):
+    try:
+        with driver.capture_lock(), driver.arena(layout) as arena:
+            found = capture.record(driver, arena, fn, inputs, [256, 256])
+        sizes.append(sorted(a.nbytes for a in found.allocations))
+    except Exception as error:
+        sizes.append(str(error))
+print("same" if sizes[0] == sizes[1] and not isinstance(sizes[0], str) else f"different: {sizes}", flush=True)
+os._exit(0)  # without the cure, a library still holds memory that is no memory
+"""
+
+
+@pytest.mark.parametrize("cured", [True, False])
+def test_both_captures_allocate_the_workspace(cured: bool) -> None:
+    """Hazard 11, and its control: unless workspaces are dropped, only one capture allocates cuBLAS's."""
+    said = finish(python(_TWO_RECORDINGS, *([] if cured else ["uncured"])))
+    assert said.splitlines()[-1].startswith("same" if cured else "different"), said
 
 
 def test_first_product_of_a_fresh_thread() -> None:
