@@ -133,7 +133,9 @@ class _Recorder(TorchDispatchMode):
             CaptureError: it did (an op that remembers its arguments, say). The addresses are then
                 never given back, so that whoever holds such a tensor can at least not read another's.
         """
-        kept = [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
+        if self._kept():
+            gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
+        kept = self._kept()
         if kept:
             self._session.arena.leaked = True
             raise CaptureError(
@@ -143,6 +145,9 @@ class _Recorder(TorchDispatchMode):
                     "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
                 )
             )
+
+    def _kept(self) -> list[_Range]:
+        return [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
 
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves, dated by the arena's position."""

@@ -7,8 +7,10 @@ for each.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
+import pathlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +40,7 @@ __all__ = [
     "reinterpret",
     "static_inputs",
     "symbol_source",
+    "tensor_shims",
 ]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
@@ -247,6 +250,25 @@ def symbol_source(size: torch.SymInt) -> str | None:
         return None
     name = source.name
     return str(name() if callable(name) else name)
+
+
+@functools.cache
+def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any, ...]] | None:
+    """How C code reads tensors: the interface that Inductor's ahead-of-time compiled code stands on.
+
+    Returns:
+        (tensors -> capsules with a new handle each; C functions that take a handle: dimensions, sizes,
+        strides, first address, and the one that deletes it), or None where this torch lacks one.
+    """
+    library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    names = ("get_dim", "get_sizes", "get_strides", "get_data_ptr", "delete_tensor_object")
+    try:
+        shims = ctypes.CDLL(str(library))
+        return torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors, tuple(
+            getattr(shims, f"aoti_torch_{name}") for name in names
+        )
+    except (OSError, AttributeError):
+        return None
 
 
 def _filled(cell: Any) -> bool:

@@ -17,16 +17,14 @@ from pgraph.compat import reinterpret
 from pgraph.errors import DriverError, LaunchError
 from pgraph.template import OutputSpec, TensorSpec
 
-__all__ = ["Launcher"]
+__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "INPUT_VIEW", "Allocation", "Launcher", "Step", "view"]
 
 
 # One block: (index, size, stride, dtype, region of its first tenant, other tenants). Plain tuples: this is
 # read at every launch.
-_Allocation = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int, tuple[tuple[int, int], ...]]
+Allocation = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int, tuple[tuple[int, int], ...]]
 # One chunk: (blocks to allocate, launch function or None, blocks to free, inputs to release).
-_Step = tuple[
-    tuple[_Allocation, ...], Callable[[list[int], int], int] | None, tuple[int, ...], tuple[int, ...]
-]
+Step = tuple[tuple[Allocation, ...], Callable[[list[int], int], int] | None, tuple[int, ...], tuple[int, ...]]
 
 
 class Launcher:
@@ -39,13 +37,14 @@ class Launcher:
 
     def __init__(self, built: Built, positions: Sequence[int]) -> None:
         template = built.template
+        self.built = built
         self.positions = tuple(positions)
         self._driver = built.driver
         self._empty = built.driver.empty_strided
         self._rest = [0] * (len(template.regions) - template.n_inputs)
         self._no_blocks: list[Any] = [None] * len(template.plan.blocks)
         direct = _direct_outputs(built)
-        self._steps: tuple[_Step, ...] = tuple(
+        self.steps: tuple[Step, ...] = tuple(
             (
                 tuple(_allocation(built, block, direct) for block in chunk.allocate),
                 built.execs[i].launch if chunk.last > chunk.first else None,
@@ -55,8 +54,8 @@ class Launcher:
             for i, chunk in enumerate(template.plan.chunks)
         )
         # The launch before which nothing has run.
-        self._first = next((launch for _, launch, _, _ in self._steps if launch is not None), None)
-        self._results = tuple(_result(built, spec, direct) for spec in template.outputs)
+        self._first = next((launch for _, launch, _, _ in self.steps if launch is not None), None)
+        self.results = tuple(_result(built, spec, direct) for spec in template.outputs)
 
     def __call__(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
         """Launch on the current stream.
@@ -85,7 +84,7 @@ class Launcher:
         bases = addresses + self._rest
         blocks = self._no_blocks.copy()
         rewritten = 0
-        for allocate, launch, free, release in self._steps:
+        for allocate, launch, free, release in self.steps:
             for block, size, stride, dtype, region, others in allocate:
                 blocks[block] = empty(size, stride, dtype)
                 bases[region] = address = blocks[block].data_ptr()
@@ -103,17 +102,17 @@ class Launcher:
             for i in release:
                 inputs[i] = None
         results = []
-        for source, index, layout, offset in self._results:
-            if source == _BLOCK:
+        for source, index, layout, offset in self.results:
+            if source == BLOCK:
                 results.append(blocks[index])
-            elif source == _CONSTANT:
+            elif source == CONSTANT:
                 results.append(index)
             else:
-                results.append(_view((blocks if source == _BLOCK_VIEW else inputs)[index], layout, offset))
+                results.append(view((blocks if source == BLOCK_VIEW else inputs)[index], layout, offset))
         return results, rewritten
 
 
-_BLOCK, _BLOCK_VIEW, _INPUT_VIEW, _CONSTANT = range(4)
+BLOCK, BLOCK_VIEW, INPUT_VIEW, CONSTANT = range(4)  # sources of a result; pgraph_call.c has them too
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
@@ -139,7 +138,7 @@ def _nbytes(layout: TensorSpec) -> int:
     return reach * layout.dtype.itemsize
 
 
-def _allocation(built: Built, block: int, direct: dict[int, TensorSpec]) -> _Allocation:
+def _allocation(built: Built, block: int, direct: dict[int, TensorSpec]) -> Allocation:
     facts = built.template.plan.blocks[block]
     # Tenants come in order of birth; all but one are told by their distance from the block's start.
     first = next(region for region, offset in facts.tenants if offset == 0)
@@ -159,18 +158,18 @@ def _allocation(built: Built, block: int, direct: dict[int, TensorSpec]) -> _All
 def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> tuple[int, Any, Any, int]:
     """(source, index or constant, layout, byte offset) of one result."""
     if spec.region is None and spec.input is None:
-        return _CONSTANT, spec.constant, None, 0
+        return CONSTANT, spec.constant, None, 0
     assert spec.layout is not None
     if spec.input is not None:
-        return _INPUT_VIEW, spec.input, spec.layout, 0
+        return INPUT_VIEW, spec.input, spec.layout, 0
     assert spec.region is not None
     block, offset = built.template.plan.location(spec.region)
     if direct.get(block) == spec.layout:
-        return _BLOCK, block, None, 0
-    return _BLOCK_VIEW, block, spec.layout, offset
+        return BLOCK, block, None, 0
+    return BLOCK_VIEW, block, spec.layout, offset
 
 
-def _view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     """The tensor of this layout, `offset` bytes plus its own offset after the owner's first byte."""
     start = offset + layout.offset
     if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:

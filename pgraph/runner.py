@@ -26,6 +26,7 @@ from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
 from pgraph.facts import PartFacts
 from pgraph.launch import Launcher
+from pgraph.launch_native import native_call
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
 from pgraph.reasons import Reason
@@ -87,6 +88,15 @@ class PartitionRunner:
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         variant = self._last
+        if variant is not None and variant.call is not None:
+            try:
+                done = variant.call(args)
+            except (LaunchError, DriverError) as e:
+                return self._failed(variant, args, e)
+            if done is not None:
+                self.stats.launches += 1
+                self.stats.rewritten_nodes += done[1]
+                return done[0]
         launcher = variant.launcher if variant is not None else None
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if addresses is None:
@@ -102,14 +112,10 @@ class PartitionRunner:
         try:
             results, rewritten = launcher(inputs, addresses)
         except (LaunchError, DriverError) as e:
-            assert variant is not None
-            self._refuse(variant, _launch_failed(e))
-            if isinstance(e, DriverError):  # a part has run
-                raise
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
-            self._insist(variant.reason)
-            return self._run_plainly(args, None)
+            assert variant is not None
+            return self._failed(variant, args, e)
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         return results
@@ -134,6 +140,18 @@ class PartitionRunner:
             self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
+
+    def _failed(self, variant: Variant, args: list[Any], error: LaunchError | DriverError) -> Any:
+        """A launch failed: run plainly, and from now on.
+
+        Raises:
+            DriverError: `error` itself, if a part of the partition has run already.
+        """
+        self._refuse(variant, _launch_failed(error))
+        if isinstance(error, DriverError):
+            raise error
+        self._insist(variant.reason)
+        return self._run_plainly(args, None)
 
     def _run_plainly(self, args: list[Any], variant: Variant | None) -> Any:
         result = self._plain(args)
@@ -229,6 +247,7 @@ class PartitionRunner:
         else:
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
+            variant.call = native_call(variant.launcher, variant.tensors, variant.others)
             self.stats.captured(built)
             self._sizes.captured(args)
 
@@ -242,7 +261,7 @@ class PartitionRunner:
             log.info("%s could not be captured yet: %s", self.name, error)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
-        variant.built = variant.launcher = None
+        variant.built = variant.launcher = variant.call = None
         variant.reason = reason
         self._refusals += 1
         told = self.stats.reason is not None and self.stats.reason.code == reason.code

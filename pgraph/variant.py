@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgraph.build import Built
@@ -41,6 +41,7 @@ class Variant:
     threads: set[int] = dataclasses.field(default_factory=set)
     built: Built | None = None
     launcher: Launcher | None = None
+    call: Callable[[list[Any]], tuple[list[Any], int] | None] | None = None
     reason: Reason | None = None
 
     @property

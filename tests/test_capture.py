@@ -59,3 +59,21 @@ def test_a_failing_capture_says_what_stopped_it() -> None:
         _capture(fn, torch.ones(4))
     assert caught.value.reason.code == "not-permitted"
     assert "nonzero" in caught.value.reason.sentence
+
+
+def test_a_ghost_in_a_cycle_of_references_is_not_kept() -> None:
+    """An exception's traceback holds frames that hold ghosts; the collector is off during a capture."""
+
+    def fn(args: list[Any]) -> Any:
+        (x,) = args
+        args.clear()
+        try:
+            raise ValueError("caught at once")
+        except ValueError as e:
+            held = e  # frame -> held -> traceback -> frame
+        assert held is not None
+        return (x + 1,)
+
+    recording, leaked = _capture(fn, torch.ones(4))
+    assert not leaked
+    assert [n.name for n in recording.nodes] == ["add"]

@@ -6,7 +6,9 @@ what has changed.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -188,3 +190,27 @@ def test_ops_tell_views_and_randomness() -> None:
     assert torch.Tag.nondeterministic_seeded in aten.rand.default.tags
     assert torch.Tag.nondeterministic_seeded not in aten.mm.default.tags
     assert [a.name for a in aten.mm.default._schema.arguments] == ["self", "mat2"]
+
+
+def test_tensor_shims() -> None:
+    """C functions that read a tensor through a handle: dimensions, sizes, strides, address; and delete it."""
+    shims = compat.tensor_shims()
+    assert shims is not None
+    handles_of, (dim, sizes, strides, data_ptr, delete) = shims
+    x = torch.randn(3, 5).t()
+    count = sys.getrefcount(x)
+    (capsule,) = handles_of([x])
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handle = ctypes.c_void_p(pointer(capsule, None))
+    n, address, numbers = ctypes.c_int64(), ctypes.c_void_p(), ctypes.POINTER(ctypes.c_int64)()
+    assert dim(handle, ctypes.byref(n)) == 0
+    assert n.value == 2
+    assert sizes(handle, ctypes.byref(numbers)) == 0
+    assert numbers[:2] == [5, 3]
+    assert strides(handle, ctypes.byref(numbers)) == 0
+    assert numbers[:2] == [1, 5]
+    assert data_ptr(handle, ctypes.byref(address)) == 0
+    assert address.value == x.data_ptr()
+    assert delete(handle) == 0
+    assert sys.getrefcount(x) == count

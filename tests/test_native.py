@@ -86,6 +86,7 @@ class Exec(ctypes.Structure):
         *[(n, ctypes.c_void_p) for n in ("calls", "exec", "ctx", "nodes")],
         ("n_nodes", ctypes.c_int64),
         *[(n, ctypes.c_void_p) for n in ("slots", "words")],
+        ("busy", ctypes.c_int64),
     ]
 
 

@@ -23,7 +23,7 @@ import torch
 from pgraph.match import RangeMap
 from pgraph.template import NodeRecord, Slot
 
-__all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "Session"]
+__all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "NativeCalls", "Session"]
 
 ALIGNMENT = 256
 """Bytes. Kernels are chosen by the alignment of their arguments; nothing looks beyond this
@@ -160,6 +160,8 @@ class Exec(abc.ABC):
 
     nbytes: int = 0
     """Device memory the driver holds for it, in bytes."""
+    entry: int | None = None
+    """Address of the native helper's `pg_exec`; None where launches go through `launch` only."""
 
     @abc.abstractmethod
     def launch(self, bases: list[int], stream: int) -> int:
@@ -175,6 +177,32 @@ class Exec(abc.ABC):
         Raises:
             DriverError: a driver call failed.
         """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeCalls:
+    """What a launch in C asks of a device. Addresses are of C functions.
+
+    Args:
+        empty: (size, stride, dtype) -> an ordinary tensor.
+        current_stream: device index -> raw handle.
+        current_device: () -> device index.
+        index: of the device.
+        raw_alloc: ``int32_t (uint64_t nbytes, void **result)``, from the framework's allocator on the
+            current stream; 0 is success.
+        raw_free: ``int32_t (void *memory)``.
+        capturing: ``int (void *stream, int *status)``: is somebody capturing it? 0 is no; or None.
+        failed: (error code of a launch, whether it was the first) -> never: raises.
+    """
+
+    empty: Callable[..., torch.Tensor]
+    current_stream: Callable[[int], int]
+    current_device: Callable[[], int]
+    index: int
+    raw_alloc: int
+    raw_free: int
+    capturing: int | None
+    failed: Callable[[int, bool], None]
 
 
 class Driver(abc.ABC):
@@ -222,6 +250,10 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def is_capturing(self) -> bool:
         """True inside somebody else's capture on the current stream."""
+
+    def native_calls(self) -> NativeCalls | None:
+        """What a launch in C needs; None where there is none."""
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -30,6 +30,7 @@ import ctypes
 import dataclasses
 import gc
 import logging
+import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,12 +39,13 @@ import torch
 from cuda.bindings import driver as cu
 
 from pgraph import native
-from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session
+from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
 from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
-from pgraph.errors import CaptureError
+from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
+from pgraph.native import address_of
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
@@ -190,6 +192,9 @@ class CudaDriver(Driver):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def native_calls(self) -> NativeCalls | None:
+        return _native_calls(self.device.index)
+
     def close(self) -> None:
         if self._raw_stream is not None:
             torch.cuda.synchronize(self.device)
@@ -204,6 +209,37 @@ class CudaDriver(Driver):
                 self._raw_stream = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))[0]
                 self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
         return self._stream
+
+
+def _native_calls(index: int) -> NativeCalls | None:
+    """None where this torch lacks the shims (they came with 2.10)."""
+    try:
+        torch_cuda = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        alloc = torch_cuda.aoti_torch_cuda_caching_allocator_raw_alloc
+        free = torch_cuda.aoti_torch_cuda_caching_allocator_raw_delete
+        capturing = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+    except (OSError, AttributeError) as e:
+        log.info("no launches in C: %s", e)
+        return None
+    return NativeCalls(
+        empty=torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]  # no stub
+        current_stream=torch._C._cuda_getCurrentRawStream,
+        current_device=torch._C._cuda_getDevice,
+        index=index,
+        raw_alloc=address_of(alloc),
+        raw_free=address_of(free),
+        capturing=address_of(capturing),
+        failed=_launch_failed,
+    )
+
+
+def _launch_failed(code: int, first: bool) -> None:
+    try:
+        _check((cu.CUresult(code),))
+    except DriverError as e:
+        if first:
+            raise LaunchError(str(e)) from e
+        raise
 
 
 def _refuse_foreign_graphs() -> None:

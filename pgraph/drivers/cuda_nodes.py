@@ -251,6 +251,7 @@ class _ExecEntry(ctypes.Structure):
         ("n_nodes", ctypes.c_int64),
         ("slots", ctypes.c_void_p),
         ("words", ctypes.c_void_p),
+        ("busy", ctypes.c_int64),
     ]
 
 
@@ -362,6 +363,8 @@ class CudaExec(Exec):
             words=ctypes.addressof(self._words),
         )
         self._entry = ctypes.addressof(self._struct_entry)
+        if library is not None:
+            self.entry = self._entry
 
     def _layout(
         self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
@@ -405,10 +408,10 @@ class CudaExec(Exec):
 
     def launch(self, bases: list[int], stream: int) -> int:
         addresses = array.array("Q", bases)
-        with self._lock:
-            if self._native is None:
+        if self._native is None:
+            with self._lock:
                 return self._launch_in_python(addresses, stream)
-            code = self._native(self._entry, stream, addresses.buffer_info()[0])
+        code = self._native(self._entry, stream, addresses.buffer_info()[0])
         if code < 0:
             check((cu.CUresult(-code),))
         return code

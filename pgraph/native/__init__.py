@@ -2,7 +2,10 @@
 
 What pays for it, measured on an H200: setting a kernel node's parameters takes 0.11-0.13 us from C
 and 0.47-0.70 us from Python. Everything works without it, through the Python path in
-`pgraph.drivers`; set ``PGRAPH_NATIVE=0`` to force that.
+`pgraph.drivers` and `pgraph.launch`; set ``PGRAPH_NATIVE=0`` to force that.
+
+Two sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
+needs Python's headers (`load_call`), as Triton's own launchers do.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import logging
 import os
 import pathlib
@@ -17,12 +22,13 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from typing import Any
 
-__all__ = ["load"]
+__all__ = ["address_of", "load", "load_call"]
 
 log = logging.getLogger(__name__)
 
-_SOURCE = pathlib.Path(__file__).with_name("pgraph_native.c")
+_HERE = pathlib.Path(__file__).parent
 
 
 @functools.cache
@@ -35,7 +41,7 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get("PGRAPH_NATIVE", "1") == "0":
         return None
     try:
-        library = ctypes.CDLL(str(_build()))
+        library = ctypes.CDLL(str(_build("pgraph_native.c")))
     except (OSError, subprocess.SubprocessError) as e:
         log.info("no native helper, launching from Python instead: %s", e)
         return None
@@ -47,9 +53,36 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def _build() -> pathlib.Path:
-    source = _SOURCE.read_bytes()
-    name = f"pgraph-{hashlib.sha256(source).hexdigest()[:16]}-{sysconfig.get_platform()}.so"
+@functools.cache
+def load_call() -> Any | None:
+    """The extension module made of `pgraph_call.c`; None where `load` gives None, or without headers."""
+    if load() is None:
+        return None
+    abi = sysconfig.get_config_var("SOABI")
+    try:
+        path = str(_build("pgraph_call.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}"))
+        loader = importlib.machinery.ExtensionFileLoader("_pgraph_call", path)
+        spec = importlib.util.spec_from_file_location("_pgraph_call", path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (OSError, ImportError, subprocess.SubprocessError) as e:
+        log.info("no launches in C, the steps of a launch run in Python instead: %s", e)
+        return None
+    return module
+
+
+def address_of(function: Any) -> int:
+    """Address of a C function that `ctypes` found."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _build(file: str, *flags: str, tag: str = "") -> pathlib.Path:
+    path = _HERE / file
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    name = f"{path.stem}-{digest}{tag}-{sysconfig.get_platform()}.so"
     target = _cache_dir() / name
     if target.exists():
         return target
@@ -58,7 +91,7 @@ def _build() -> pathlib.Path:
         raise OSError("no C compiler found")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = pathlib.Path(scratch) / name
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)]
+        command = [compiler, "-O2", "-shared", "-fPIC", *flags, "-o", str(built), str(path)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         os.replace(built, target)  # atomic: two processes may build at the same time
     return target

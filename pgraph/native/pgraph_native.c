@@ -7,8 +7,9 @@
  *
  * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
  */
-#include <stdint.h>
+#include <sched.h>
 #include <stddef.h>
+#include <stdint.h>
 
 typedef int (*fn_set_params)(void *exec, void *node, const void *params);
 typedef int (*fn_set_copy)(void *exec, void *node, const void *params, void *ctx);
@@ -43,10 +44,10 @@ typedef struct {
     int64_t n_nodes;
     const pg_slot *slots;
     uint64_t *words;
+    int64_t busy; /* 1 while a thread sets and launches: what it set must be what it launches */
 } pg_exec;
 
-/* Returns the number of nodes rewritten, or minus the CUresult of the first call that failed. */
-int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
+static int64_t rebind_and_launch(const pg_exec *e, void *stream, const uint64_t *bases)
 {
     int64_t count = 0;
     for (int64_t i = 0; i < e->n_nodes; i++) {
@@ -78,6 +79,16 @@ int64_t pg_launch(const pg_exec *e, void *stream, const uint64_t *bases)
     }
     int rc = e->calls->launch(e->exec, stream);
     return rc ? -rc : count;
+}
+
+/* Returns the number of nodes rewritten, or minus the CUresult of the first call that failed. */
+int64_t pg_launch(pg_exec *e, void *stream, const uint64_t *bases)
+{
+    while (__atomic_exchange_n(&e->busy, 1, __ATOMIC_ACQUIRE))
+        sched_yield();
+    int64_t result = rebind_and_launch(e, stream, bases);
+    __atomic_store_n(&e->busy, 0, __ATOMIC_RELEASE);
+    return result;
 }
 
 /* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find

@@ -14,6 +14,8 @@ from gpu_helpers import (
     compile_pgraph,
     explain,
     finish,
+    forget_older,
+    partitions,
     python,
     randn,
     report,
@@ -22,6 +24,7 @@ from gpu_helpers import (
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import native
 
 pytestmark = pytest.mark.gpu
 
@@ -185,6 +188,7 @@ import hashlib, torch
 import gpu_helpers as h
 import pgraph
 from pgraph import native
+from pgraph import native
 torch.manual_seed(0)
 def fn(x, w):
     y = torch.relu(x @ w)
@@ -210,3 +214,57 @@ def test_native_helper_and_python_agree_and_the_process_ends() -> None:
     assert digests[0], outputs[0]
     assert digests[0] == digests[1], "\n".join(outputs)
     assert "NATIVE False" in outputs[1], outputs[1]
+
+
+@pytest.mark.skipif(native.load_call() is None, reason="no C compiler, or no Python headers")
+def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path in C serves forward and backward, and costs no more memory than the one in Python."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.softmax(x @ w, -1).tanh()
+        return x
+
+    def peaks() -> tuple[int, int]:
+        compiled = compile_pgraph(fn)
+        for i in range(8):
+            x, w = randn(256, 256, grad=True), randn(256, 256, grad=True)
+            if i == 4:
+                torch.cuda.reset_peak_memory_stats()
+            compiled(x, w).sum().backward()
+            del x, w
+        calls = [v.call is not None for p in partitions() for v in p.variants()]
+        assert calls == [not disabled] * 2, f"{calls}{explain()}"
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+    disabled = False
+    in_c = peaks()
+    assert_launched(5)
+    torch._dynamo.reset()
+    pgraph.reset()
+    forget_older()
+    disabled = True
+    monkeypatch.setattr(native, "load_call", lambda: None)
+    assert in_c == peaks()
+
+
+@pytest.mark.skipif(native.load_call() is None, reason="no C compiler, or no Python headers")
+def test_running_out_of_memory_in_a_launch_is_torchs_error_and_passes() -> None:
+    """A launch that cannot have its temporaries raises OutOfMemoryError; the next one works."""
+    compiled = compile_pgraph(
+        lambda x: (torch.cat((x, x, x, x)).sin() @ x[: x.shape[1]]).sum(0), codegen="aten"
+    )
+    x = randn(4096, 1024)
+    for _ in range(3):
+        expected = compiled(x)
+    assert_launched(2)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+        with pytest.raises(torch.OutOfMemoryError):
+            compiled(x)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert same_bits(compiled(x), expected)
+    assert_launched(3)

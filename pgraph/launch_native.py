@@ -1,0 +1,87 @@
+"""The launch path in C, for drivers that have one: `native/pgraph_call.c` runs what a `Launcher` laid out.
+
+What pays for it: of a launch's time on the CPU, the larger part is neither allocating nor launching but
+Python between the steps, most of all checking some twenty tensors. `Launcher` stays the reference, and
+serves whatever the C path declines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pgraph import compat, native
+from pgraph.drivers.base import Exec
+from pgraph.launch import BLOCK, BLOCK_VIEW, CONSTANT, Allocation, Launcher, Step, view
+
+__all__ = ["native_call"]
+
+
+def native_call(
+    launcher: Launcher,
+    tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int]],
+    others: Sequence[tuple[int, Any]],
+) -> Callable[[list[Any]], tuple[list[Any], int] | None] | None:
+    """A function of the partition's arguments that launches, or None where there is no native path.
+
+    It returns None, and has touched nothing, for arguments that are not right for this capture, on
+    another device, and inside somebody's capture. Otherwise the results and the number of rewritten
+    nodes; the arguments are then taken out of the list. It raises as `Launcher` does, and where nothing
+    has run the list is whole again.
+
+    Args:
+        launcher: laid out for the same capture.
+        tensors, others: see `pgraph.variant.Variant`.
+    """
+    built = launcher.built
+    module, calls, shims = native.load_call(), built.driver.native_calls(), compat.tensor_shims()
+    library = native.load()
+    if module is None or library is None or calls is None or shims is None:
+        return None
+    steps = list(zip(launcher.steps, built.execs, strict=True))
+    if any(launch is not None and e.entry is None for (_, launch, _, _), e in steps):
+        return None
+    handles_of, functions = shims
+    with_tensor = {index for source, index, _, _ in launcher.results if source in (BLOCK, BLOCK_VIEW)}
+    program = module.program(
+        tuple((position, (*size, *stride), mask) for position, size, stride, mask in tensors),
+        tuple(others),
+        tuple(_step(step, e, with_tensor) for step, e in steps),
+        tuple(_result(*result) for result in launcher.results),
+        (len(built.template.regions), len(built.template.plan.blocks)),
+        (handles_of, calls.empty, view, calls.failed, calls.current_stream, calls.current_device),
+        (
+            *(native.address_of(function) for function in functions),
+            calls.raw_alloc,
+            calls.raw_free,
+            native.address_of(library.pg_launch),
+            calls.capturing or 0,
+        ),
+        calls.index,
+        built,  # kept alive: the steps hold addresses of its execs
+    )
+    return functools.partial(module.call, program)
+
+
+def _step(step: Step, e: Exec, with_tensor: set[int]) -> tuple[Any, ...]:
+    allocate, launch, free, release = step
+    return (
+        tuple(_allocation(allocation, allocation[0] not in with_tensor) for allocation in allocate),
+        e.entry if launch is not None else 0,
+        tuple(free),
+        tuple(release),
+    )
+
+
+def _allocation(allocation: Allocation, raw: bool) -> tuple[Any, ...]:
+    block, size, stride, dtype, region, others = allocation
+    # What is raw was laid out as one dimension of bytes, or of some result's type: see `Launcher`.
+    nbytes = size[0] * dtype.itemsize if raw else 0
+    return block, size, stride, dtype, nbytes, raw and nbytes > 0, ((region, 0), *others)
+
+
+def _result(source: int, index: Any, layout: Any, offset: int) -> tuple[Any, ...]:
+    if source == CONSTANT:
+        return source, 0, index, None, None
+    return source, index, None, layout, offset
