@@ -140,7 +140,7 @@ def test_a_failure_between_chunks_is_an_error() -> None:
         calls.append(1)
         raise DriverError("injected failure between chunks")
 
-    variant.launcher._steps = (*variant.launcher._steps, ((), fails, (), ()))  # one more chunk
+    variant.launcher.steps = (*variant.launcher.steps, ((), fails, (), ()))  # one more chunk
     x, y = torch.randn(6), torch.randn(6)
     want_x, want_y = x.clone(), x + y
     with pytest.raises(DriverError, match="between chunks"):
