@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
 from pgraph.errors import CaptureError
+from pgraph.nodes import is_foreign, op_name
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
 
@@ -64,11 +65,19 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = self.boundary()
-        result = self._session.run_op(func, args, kwargs or {})
+        before, known = self.boundary(), len(self.ranges)
+        try:
+            result = self._session.run_op(func, args, kwargs or {})
+            after = self._session.node_count()
+        except Exception as e:
+            reason = e.reason if isinstance(e, CaptureError) else _failure(e, op_name(func))
+            raise CaptureError(reason, op_name(func)) from e
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
+        fresh = any(r.nbytes for r in self.ranges[known:])
+        if after == before and is_foreign(func) and (fresh or _writes(func, args, kwargs or {})):
+            raise CaptureError(_not_recorded(op_name(func)), op_name(func))
         self.boundary()
         return result
 
@@ -198,14 +207,18 @@ def record(
             try:
                 return _record(session, fn, inputs, alignments, namespaces)
             except Exception as e:
-                reason = e.reason if isinstance(e, CaptureError) else _failure(e)
+                # Some op may have started kernels on another stream before it failed.
+                arena.touched = True
+                reason, op = (e.reason, e.op) if isinstance(e, CaptureError) else (_failure(e), None)
                 log.debug("capture failed", exc_info=True)
                 # The frames hold ghost tensors, which must be gone before their memory is.
                 traceback.clear_frames(e.__traceback__)
+                if e.__cause__ is not None:
+                    traceback.clear_frames(e.__cause__.__traceback__)
     finally:
         if collecting:
             gc.enable()
-    raise CaptureError(reason)
+    raise CaptureError(reason, op)
 
 
 def _record(
@@ -300,12 +313,38 @@ def _output_spec(
     return OutputSpec(constant=value)
 
 
-def _failure(error: Exception) -> Reason:
+def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the op's schema says that it writes into one of these arguments."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if any(isinstance(t, torch.Tensor) and t.numel() for t in tree_leaves(value)):
+            return True
+    return False
+
+
+def _not_recorded(name: str) -> Reason:
+    """Note [Work on another stream]
+
+    An op that launches on a stream of its own choice, one that it remembered or the default stream,
+    leaves nothing in the graph: each launch would hand out memory that nobody wrote. PyTorch's own
+    ops use the current stream; of others, one that has a result and no node is refused.
+    """
+    return Reason(
+        "not-recorded",
+        f"{name} has a result but left no node in the capture: its kernels went to another stream",
+        "have it launch on torch.cuda.current_stream(), asked for at each call; until then the partition "
+        "runs plainly, and pgraph.mark_unsafe on the op keeps the rest of it in a graph",
+    )
+
+
+def _failure(error: Exception, op: str | None = None) -> Reason:
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     return Reason(
         "capture-failed",
-        f"the capture stopped: {type(error).__name__}: {first}",
+        f"the capture stopped{f' in {op}' if op else ''}: {type(error).__name__}: {first}",
         "the partition runs plainly; mark the op with pgraph.mark_unsafe to keep the rest of it in a graph",
     )
 

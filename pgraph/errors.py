@@ -45,9 +45,10 @@ class PlanError(PgraphError, ValueError):
 
 
 class _Refused(PgraphError):  # noqa: N818 - a base, never raised itself
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: Reason, op: str | None = None) -> None:
         super().__init__(str(reason))
         self.reason = reason
+        self.op = op  # "ns::name", where one op is known to be at fault
 
 
 class CaptureError(_Refused):

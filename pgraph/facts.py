@@ -16,7 +16,17 @@ import torch
 from torch.fx import Graph, Node
 
 from pgraph import optable
-from pgraph.nodes import input_values, is_neutral, is_structural, op_name, op_of, output_values, unbacked
+from pgraph.nodes import (
+    input_values,
+    is_foreign,
+    is_neutral,
+    is_structural,
+    op_name,
+    op_of,
+    output_values,
+    unbacked,
+    user_line,
+)
 from pgraph.partition import Part
 from pgraph.reasons import Reason
 
@@ -26,6 +36,9 @@ Kind = Literal["forward", "backward", "inference"]
 
 SEEDS: Final = "rng-seeds"
 """Code of the refusal that costs nothing: seeds are drawn before the graph that takes them."""
+
+# Refusals of a whole recording by the driver, which names no op.
+_UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind", "not-a-chain"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ class PartFacts:
         safe: whether it may be captured.
         ops: (name, count) of its device ops, in order of first use.
         reasons: why it may not be captured.
+        places: (name, file:line) of its device ops, where known; of each op the first.
+        foreign: names of the custom ops among them.
     """
 
     graph: GraphFacts
@@ -81,6 +96,8 @@ class PartFacts:
     safe: bool
     ops: tuple[tuple[str, int], ...] = ()
     reasons: tuple[Reason, ...] = ()
+    places: tuple[tuple[str, str], ...] = ()
+    foreign: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -89,6 +106,19 @@ class PartFacts:
     @property
     def device_ops(self) -> int:
         return sum(count for _, count in self.ops)
+
+    def placed(self, reason: Reason, op: str | None) -> Reason:
+        """The reason with the user's line of `op`.
+
+        Where the driver did not say which op it was, and it was none that was dispatched when the
+        error came, the custom ops are named: what PyTorch's own ops do in a capture is known.
+        """
+        if op is None and reason.code in _UNNAMED and self.foreign:
+            op = self.foreign[0]
+            names = ", ".join(self.foreign[:3])
+            reason = dataclasses.replace(reason, sentence=f"{reason.sentence} (custom ops here: {names})")
+        where = dict(self.places).get(op or "")
+        return reason if reason.where or where is None else dataclasses.replace(reason, where=where)
 
     @property
     def seeds_only(self) -> bool:
@@ -140,8 +170,26 @@ def part_facts(graph: GraphFacts, part: Part, causes: Mapping[Node, Reason], *, 
     if part.safe:
         reasons.clear()
     return PartFacts(
-        graph, None if whole else part.index, part.safe, tuple(ops.items()), tuple(reasons.values())
+        graph,
+        None if whole else part.index,
+        part.safe,
+        tuple(ops.items()),
+        tuple(reasons.values()),
+        *_places(part),
     )
+
+
+def _places(part: Part) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Where the part's ops stand in the user's code, and which of them are custom ops."""
+    places: dict[str, str] = {}
+    foreign: dict[str, None] = {}
+    for node in part.nodes:
+        name = op_name(op_of(node))
+        if is_foreign(op_of(node)):
+            foreign[name] = None
+        if name not in places and not is_neutral(node) and (where := user_line(node)) is not None:
+            places[name] = where
+    return tuple(places.items()), tuple(foreign)
 
 
 def same_cause(reason: Reason) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ __all__ = [
     "argument",
     "describe",
     "input_values",
+    "is_foreign",
     "is_getitem",
     "is_neutral",
     "is_structural",
@@ -89,6 +90,8 @@ METADATA_OPS = frozenset(
     )
 )
 
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "quantized", "quantized_decomposed"})
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OWN_ROOTS = tuple(
@@ -128,6 +131,11 @@ def op_name(op: Any) -> str:
     if isinstance(op, HigherOrderOperator):
         return f"higher_order::{op.name()}"
     return str(getattr(op, "__name__", None) or op)
+
+
+def is_foreign(op: Any) -> bool:
+    """Whether the op is somebody else's than PyTorch's: a custom op, whose code nobody here knows."""
+    return isinstance(op, OpOverload) and op.namespace not in _OWN_NAMESPACES
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

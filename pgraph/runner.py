@@ -238,7 +238,7 @@ class PartitionRunner:
                 slack_bytes=self._options.memory_slack_mb << 20,
             )
         except (CaptureError, MatchError) as e:
-            self._refuse(variant, e.reason)
+            self._refuse(variant, self.stats.facts.placed(e.reason, e.op))
         except (DriverError, torch.OutOfMemoryError) as e:
             self._later(variant, e)
         except Exception as e:

@@ -68,6 +68,8 @@ class Arena(abc.ABC):
     guard: int
     leaked: bool = False
     """Set when a library kept some of it: the addresses then stay reserved for ever."""
+    touched: bool = False
+    """Set when kernels that were not recorded may be running on it: they have to end before it goes."""
 
     @property
     @abc.abstractmethod

@@ -142,6 +142,8 @@ class CudaArena(Arena):
 
     def close(self) -> None:
         """Unmap and free everything, unless a library holds on to a part."""
+        if self.touched:
+            torch.cuda.synchronize(self._device)
         if self.leaked:
             return
         for address in range(self.low, self.state.mapped, self._chunk):

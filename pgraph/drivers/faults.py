@@ -31,6 +31,7 @@ class HostFaults:
         tables: ops (packet names such as ``"mm"``) that get their addresses through a table in
             memory, written by a node of its own.
         scratch: ops that use scratch inside and place their result over it afterwards.
+        elsewhere: ops whose kernels go to a stream that is not being captured.
         reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
         fail_at: the step that fails.
         fail_count: how many times it fails; after that it works.
@@ -43,6 +44,7 @@ class HostFaults:
     moving_words: tuple[int, ...] = ()
     tables: frozenset[str] = frozenset()
     scratch: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     reuse: bool = False
     fail_at: Step | None = None
     fail_count: int = 1_000_000

@@ -1,0 +1,111 @@
+"""What is said of custom ops that misbehave while they are captured: the op, and the user's line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import host, same
+from torch import Tensor
+
+import pgraph
+from pgraph.drivers.faults import HostFaults, inject
+from pgraph.errors import CaptureError
+from pgraph.reasons import Reason
+
+LIBRARY = torch.library.Library("pgraph_elsewhere", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.define("fill_(Tensor(a!) x) -> ()")
+
+
+def _fill(x: Tensor) -> None:
+    x.fill_(3)
+
+
+for _key in ("CPU", "Meta"):
+    LIBRARY.impl("twice", lambda x: x * 2, _key)
+    LIBRARY.impl("fill_", _fill, _key)
+OPS = torch.ops.pgraph_elsewhere
+
+
+def returning(x: Tensor) -> Tensor:
+    return OPS.twice(x + 1).sin()
+
+
+def writing(x: Tensor) -> Tensor:
+    y = x + 1
+    OPS.fill_(y)
+    return y.sin()
+
+
+@pytest.mark.parametrize(("fn", "name"), [(returning, "twice"), (writing, "fill_")])
+def test_an_op_that_launches_on_another_stream_is_refused(fn: object, name: str) -> None:
+    compiled = host(fn)
+    with inject(HostFaults(elsewhere=frozenset({name}))):
+        for _ in range(4):
+            x = torch.randn(8)
+            same(compiled(x), fn(x))  # type: ignore[operator]
+    (partition,) = pgraph.report().partitions
+    assert partition.launches == 0
+    assert partition.reason is not None
+    assert partition.reason.code == "not-recorded"
+    assert f"pgraph_elsewhere::{name}" in partition.reason.sentence
+    assert __file__ in str(partition.reason.where)
+
+
+def test_one_that_records_is_captured() -> None:
+    for fn in (returning, writing):
+        compiled = host(fn)
+        for _ in range(4):
+            x = torch.randn(8)
+            same(compiled(x), fn(x))
+    assert [p.launches for p in pgraph.report().partitions] == [3, 3]
+
+
+def test_no_elements_need_no_node() -> None:
+    compiled = host(returning)
+    with inject(HostFaults(elsewhere=frozenset({"twice"}))):
+        for _ in range(3):
+            same(compiled(torch.randn(0)), torch.randn(0))
+    assert pgraph.report().fallbacks == 0
+
+
+def test_an_op_that_fails_while_captured_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgraph.drivers.host import HostSession
+
+    run = HostSession.run_op
+
+    def failing(self: HostSession, op: object, *rest: object) -> object:
+        if "twice" in str(op):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return run(self, op, *rest)
+
+    monkeypatch.setattr(HostSession, "run_op", failing)
+    compiled = host(returning)
+    for _ in range(3):
+        x = torch.randn(8)
+        same(compiled(x), returning(x))
+    reason = pgraph.report().partitions[0].reason
+    assert reason is not None
+    assert reason.sentence == (
+        "the capture stopped in pgraph_elsewhere::twice: "
+        "RuntimeError: operation not permitted when stream is capturing"
+    )
+    assert __file__ in str(reason.where)
+
+
+def test_what_the_driver_says_of_the_whole_recording_names_the_custom_ops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pgraph.drivers.host import HostSession
+
+    def end(self: HostSession) -> None:
+        raise CaptureError(Reason("capture-lost", "the driver ended the capture", "mark it"))
+
+    monkeypatch.setattr(HostSession, "end", end)
+    compiled = host(returning)
+    for _ in range(3):
+        compiled(torch.randn(8))
+    reason = pgraph.report().partitions[0].reason
+    assert reason is not None
+    assert reason.sentence == "the driver ended the capture (custom ops here: pgraph_elsewhere::twice)"
+    assert __file__ in str(reason.where)
