@@ -16,6 +16,7 @@ from pgraph.reasons import Reason
 __all__ = ["break_of", "from_log"]
 
 CODE: Final = "graph-break"
+_OPTIMIZER: Final = "/torch/optim/"
 
 # (how Dynamo's text begins or what it contains, what is wrong, what to change)
 _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
@@ -63,6 +64,10 @@ def break_of(gm: Any) -> Reason | None:
     if found is None:
         return None
     text, stack = found
+    if stack and _OPTIMIZER in stack[-1].filename.replace("\\", "/"):
+        where = user_frame([(frame.filename, frame.lineno) for frame in stack])
+        fix = "compile the step by itself: torch.compile(lambda: optimizer.step())"
+        return Reason(CODE, "Optimizer.step() breaks the graph before it begins its own", fix, where)
     return _reason(text, user_frame([(frame.filename, frame.lineno) for frame in stack]))
 
 
@@ -72,6 +77,8 @@ def from_log(message: str) -> Reason | None:
     _, marked, text = head.partition("Graph Break Reason: ")
     if not marked:
         return None
+    if re.match(rf"\s*Graph break\b[^\n]* in user code at [^\n]*{_OPTIMIZER}", head):
+        return None  # what it does around each step; a graph that it cuts off says so itself
     # A break that cannot be handled names two: what broke, and why it could not go on after it.
     text = text.split("Graph break encountered:")[-1].split("*** While handling this graph break")[0]
     text = re.sub(r"^\s*Encountered graph break when attempting to trace [^\n]*\n", "", text)

@@ -63,7 +63,7 @@ class _Session:
     def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
         known = {id(part) for part in stats.live_parts()}
         with compat.hearing_graph_breaks() as heard:
-            self._prepare(args, kwargs)
+            self._prepare(args, kwargs, heard)
             if self._steps is not None:
                 while len(self._history) < self._steps:
                     self._step(args, kwargs)
@@ -87,12 +87,15 @@ class _Session:
         changes = _changes(parts, graphs, calls, found)
         return Explanation(parts, found, changes, tuple(between.items()), len(self._history) + 1)
 
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Compile the program, unless its first run shows that it is compiled already."""
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
+        """Compile the program, unless its first run shows that it is compiled already.
+
+        Where Dynamo gives up on a whole function, nothing compiled runs; what it says tells.
+        """
         fresh = not compat.is_compiled(self._fn)
         if fresh:
             # A training step, perhaps: compiling it as a whole would not be the user's program.
-            fresh = not self._step(args, kwargs)
+            fresh = not self._step(args, kwargs) and not heard
         if not fresh:
             if self._options or self._dynamic is not None:
                 raise OptionError(

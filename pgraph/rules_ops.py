@@ -6,12 +6,24 @@ None. Names and facts are in `pgraph.optable`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from pgraph import optable
-from pgraph.nodes import argument, input_values, is_neutral, op_name, op_of, output_values, unbacked, why
+from pgraph.nodes import (
+    argument,
+    input_values,
+    is_neutral,
+    op_name,
+    op_of,
+    output_values,
+    unbacked,
+    user_line,
+    why,
+)
 from pgraph.reasons import Reason
 
 __all__ = [
@@ -65,12 +77,17 @@ def higher_order(node: Node, device_type: str) -> Reason | None:
         return None
     name = str(op.name())
     if name in optable.RNG_STATE_HOPS:
-        return why(
+        drawn = [op_name(a) for a in node.args if isinstance(a, OpOverload)]
+        reason = why(
             node,
             "rng-state",
-            f"{name} swaps the generator's state on the host",
-            "checkpoint with preserve_rng_state=False, or leave random ops out of the checkpointed region",
+            f"{name} swaps the generator's state on the host{f' to repeat {drawn[0]}' if drawn else ''}",
+            "draw the numbers outside the checkpointed region and pass them in; preserve_rng_state=False "
+            "only where the recomputation may draw others",
         )
+        # The node was made long after tracing; what goes into it stands at the same place, or just before.
+        lines = (user_line(source) for source in node.all_input_nodes if source.op != "placeholder")
+        return reason if reason.where else dataclasses.replace(reason, where=next(filter(None, lines), None))
     if name not in optable.ALLOWED_HOPS:
         return why(
             node,
