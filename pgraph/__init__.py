@@ -4,7 +4,7 @@ The files, in the order in which data flows through them:
 
 ========================  ==========================================================================
 `backend`                 Dynamo graph in; forward, backward and inference graphs to runners
-`options`                 what a user can choose
+`options`, `environment`  what a user can choose
 `safety`, `rules_*`,      which ops may be captured, and why not
 `nodes`, `optable`
 `partition`               contiguous runs of safe and unsafe ops, each a module of its own

@@ -1,4 +1,4 @@
-"""The options of the backend: `torch.compile(..., backend="pgraph", options={...})`.
+"""The options of the backend: `torch.compile(..., backend="pgraph", options={...})`, or `PGRAPH_<OPTION>`.
 
 torch does not validate a backend's options; a misspelt one would be silently ignored. Here every
 key and value is checked, and the error names the nearest matches.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pgraph import environment
 from pgraph.errors import OptionError
 
 __all__ = ["Options", "list_options", "parse"]
@@ -56,8 +58,11 @@ def list_options() -> dict[str, Any]:
     return {f.name: getattr(default, f.name) for f in dataclasses.fields(Options)}
 
 
-def parse(given: Mapping[str, Any] | None) -> Options:
-    """Options from the mapping that torch.compile hands over.
+def parse(given: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> Options:
+    """Options from the mapping that torch.compile hands over, and from the environment where it is silent.
+
+    Args:
+        environ: instead of `os.environ`.
 
     Raises:
         OptionError: a key or value is not valid; the message says which would be.
@@ -67,7 +72,11 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         if name not in hints:
             raise OptionError(_unknown(name, list(hints)))
         _check_value(name, value, hints[name])
-    chosen = dict(given or {})
+    from_outside = environment.read(os.environ if environ is None else environ, hints)
+    for name, value in from_outside.items():
+        if name not in (given or {}):
+            _check_value(name, value, hints[name], f" (from {environment.variable(name)})")
+    chosen = {**from_outside, **(given or {})}
     if "capture_sizes" in chosen:
         chosen["capture_sizes"] = tuple(chosen["capture_sizes"])
     return Options(**chosen)
@@ -79,30 +88,34 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"unknown pgraph option {name!r}: {hint} (pgraph.list_options() lists them)"
 
 
-def _check_value(name: str, value: Any, hint: Any) -> None:
+def _check_value(name: str, value: Any, hint: Any, source: str = "") -> None:
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1)
             meant = f", did you mean {near[0]!r}?" if near else ""
             allowed = ", ".join(map(repr, choices))
-            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be one of {allowed}{meant}")
+            raise OptionError(
+                f"pgraph option {name!r}{source} is {value!r}; it must be one of {allowed}{meant}"
+            )
     elif hint is int:
         if type(value) is not int:
             raise OptionError(
-                f"pgraph option {name!r} is {value!r}; it must be an int, not {type(value).__name__}"
+                f"pgraph option {name!r}{source} is {value!r}; it must be an int, not {type(value).__name__}"
             )
         if value < _AT_LEAST[name]:
-            raise OptionError(f"pgraph option {name!r} is {value}; it must be at least {_AT_LEAST[name]}")
+            raise OptionError(
+                f"pgraph option {name!r}{source} is {value}; it must be at least {_AT_LEAST[name]}"
+            )
     elif hint is bool:
         if type(value) is not bool:
-            raise OptionError(f"pgraph option {name!r} is {value!r}; it must be True or False")
+            raise OptionError(f"pgraph option {name!r}{source} is {value!r}; it must be True or False")
     elif name == "capture_sizes":
         if not isinstance(value, list | tuple) or any(type(size) is not int or size < 0 for size in value):
             raise OptionError(
-                f"pgraph option {name!r} is {value!r}; it must be a list of sizes, e.g. [128, 256]"
+                f"pgraph option {name!r}{source} is {value!r}; it must be a list of sizes, e.g. [128, 256]"
             )
     elif not isinstance(value, Mapping):
         raise OptionError(
-            f"pgraph option {name!r} is {value!r}; it must be a dict, not {type(value).__name__}"
+            f"pgraph option {name!r}{source} is {value!r}; it must be a dict, not {type(value).__name__}"
         )

@@ -106,3 +106,96 @@ def test_unknown_modes_are_refused() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="pgraph", mode="fastest")
     with pytest.raises(Exception, match="fastest"):
         compiled(torch.randn(3))
+
+
+class TestEnvironment(expecttest.TestCase):
+    """`PGRAPH_<OPTION>`: for programs whose config has no place for options."""
+
+    def refused(self, **variables: str) -> str:
+        with pytest.raises(OptionError) as caught:
+            parse(None, variables)
+        return textwrap.fill(str(caught.value), 80)
+
+    def test_wrong_values_name_variable_value_and_fix(self) -> None:
+        self.assertExpectedInline(
+            self.refused(PGRAPH_WARMUP="two"),
+            """\
+PGRAPH_WARMUP is 'two'; it must be a whole number, e.g. 2. Fix: export
+PGRAPH_WARMUP=... or unset it""",
+        )
+        self.assertExpectedInline(
+            self.refused(PGRAPH_REQUIRE_FULL_CAPTURE="maybe"),
+            """\
+PGRAPH_REQUIRE_FULL_CAPTURE is 'maybe'; it must be 1 or 0 (also true, false,
+yes, no, on, off). Fix: export PGRAPH_REQUIRE_FULL_CAPTURE=... or unset it""",
+        )
+        self.assertExpectedInline(
+            self.refused(PGRAPH_CAPTURE_SIZES="128;256"),
+            """\
+PGRAPH_CAPTURE_SIZES is '128;256'; it must be sizes between commas, e.g.
+128,256. Fix: export PGRAPH_CAPTURE_SIZES=... or unset it""",
+        )
+
+    def test_choices_and_ranges_are_those_of_the_options(self) -> None:
+        self.assertExpectedInline(
+            self.refused(PGRAPH_DRIVER="hosts"),
+            """\
+pgraph option 'driver' (from PGRAPH_DRIVER) is 'hosts'; it must be one of
+'auto', 'cuda', 'host', did you mean 'host'?""",
+        )
+        self.assertExpectedInline(
+            self.refused(PGRAPH_MAX_CAPTURES="0"),
+            """pgraph option 'max_captures' (from PGRAPH_MAX_CAPTURES) is 0; it must be at\nleast 1""",
+        )
+
+    def test_an_option_without_a_variable(self) -> None:
+        self.assertExpectedInline(
+            self.refused(PGRAPH_INDUCTOR="max_autotune"),
+            """\
+PGRAPH_INDUCTOR is set, but 'inductor' has no variable. Fix: set Inductor's own
+variables (TORCHINDUCTOR_...), or torch._inductor.config""",
+        )
+
+
+def test_every_option_but_inductor_can_come_from_the_environment() -> None:
+    texts = {
+        "driver": ("host", "host"),
+        "codegen": ("aten", "aten"),
+        "warmup": ("2", 2),
+        "min_ops": (" 7 ", 7),
+        "max_captures": ("3", 3),
+        "memory_slack_mb": ("0", 0),
+        "capture_sizes": ("128, 256,", (128, 256)),
+        "require_full_capture": ("True", True),
+    }
+    assert set(texts) == set(pgraph.list_options()) - {"inductor"}
+    chosen = parse(None, {f"PGRAPH_{name.upper()}": text for name, (text, _) in texts.items()})
+    assert {name: getattr(chosen, name) for name in texts} == {n: value for n, (_, value) in texts.items()}
+    assert parse(None, {"PGRAPH_REQUIRE_FULL_CAPTURE": "off", "PGRAPH_WARMUP": ""}) == Options()
+
+
+def test_explicit_options_win_over_the_environment() -> None:
+    environment = {"PGRAPH_WARMUP": "5", "PGRAPH_MIN_OPS": "9", "PGRAPH_DRIVER": "nonsense"}
+    chosen = parse({"warmup": 2, "driver": "host"}, environment)
+    assert (chosen.warmup, chosen.min_ops, chosen.driver) == (2, 9, "host")
+
+
+def test_unknown_variables_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = {"PGRAPH_NATIVE": "0", "PGRAPH_COMMIT": "feed", "PGRAPH_TORCH": "torch==2.11.0", "OTHER": "1"}
+    assert parse(None, ours) == Options()
+    assert caplog.messages == []
+    for _ in range(2):
+        assert parse(None, {"PGRAPH_MAX_CAPTURE": "3"}) == Options()
+    (said,) = caplog.messages
+    assert "PGRAPH_MAX_CAPTURE is set" in said
+    assert "did you mean PGRAPH_MAX_CAPTURES" in said
+
+
+def test_the_environment_reaches_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any options in the program."""
+    for name, value in {"DRIVER": "host", "CODEGEN": "aten", "MIN_OPS": "1"}.items():
+        monkeypatch.setenv(f"PGRAPH_{name}", value)
+    compiled = torch.compile(lambda x: (x * 2).cumsum(0), backend="pgraph")
+    for _ in range(3):
+        compiled(torch.randn(4))
+    assert pgraph.report().launches == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pgraph
+from pgraph import environment
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -40,6 +41,11 @@ def test_option_table_is_the_options() -> None:
     assert {k: json.dumps(v) for k, v in shown.items()} == {
         k: json.dumps(v) for k, v in pgraph.list_options().items()
     }
+
+
+def test_option_table_names_the_variables() -> None:
+    shown = {row[0].strip("`"): row[2].strip("`") for row in rows("option")}
+    assert shown == {name: environment.variable(name) or "-" for name in pgraph.list_options()}
 
 
 def test_reason_codes_are_in_the_source() -> None:
