@@ -57,6 +57,31 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "captures_warm",
         "captures_end",
     ),
+    "torchtitan": (
+        "gpus",
+        "tokens_per_s",
+        "ms_per_step",
+        "ms_p10",
+        "ms_p90",
+        "cpu_issue_ms",
+        "peak_allocated_mb",
+        "peak_reserved_mb",
+        "device_used_mb",
+        "private_pools_mb",
+        "compile_s",
+        "capture_s",
+        "recordings_warm",
+        "recordings_timed",
+    ),
+    "torchtitan-losses": (
+        "gpus",
+        "steps",
+        "losses_compared",
+        "losses_equal",
+        "max_diff",
+        "reference_max_diff",
+        "captures_end",
+    ),
 }
 PASSED = ("ok", "equal")
 

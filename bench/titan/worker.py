@@ -1,0 +1,215 @@
+"""One rank of one torchtitan run: `torchtitan.py` one folder up starts it and reads the file that it writes.
+
+In a folder of its own, because that program's name would hide the package called torchtitan.
+
+Everything is imported first; then the rank waits for a line on its standard input, so that the next run's
+ranks can get ready while this run measures. Steps are, in order: `warmup`, `timed` back to back, `issue`
+with the device drained before each.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "torchtitan"))
+
+import titan_setup
+import torch
+
+MB = 2**20
+
+
+class Device:
+    """What is asked of the GPU; a CPU answers None."""
+
+    def __init__(self) -> None:
+        self.on_gpu = torch.cuda.is_available()
+
+    def drain(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """A point in time on the device's clock."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        """ms between two marks."""
+        return first.elapsed_time(second) if self.on_gpu else (second - first) * 1e3
+
+    def reset_peak(self) -> None:
+        """Start the peak counters anew."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> dict[str, Any]:
+        """Sizes in MB; None on a CPU."""
+        if not self.on_gpu:
+            keys = ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb", "private_pools_mb")
+            return dict.fromkeys(keys)
+        free, total = torch.cuda.mem_get_info()
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        private = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+        return {
+            "peak_allocated_mb": torch.cuda.max_memory_allocated() / MB,
+            "peak_reserved_mb": torch.cuda.max_memory_reserved() / MB,
+            "device_used_mb": (total - free) / MB,
+            "private_pools_mb": private / MB,
+            "expandable": any(s.get("is_expandable") for s in segments),
+            "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        }
+
+
+class Recordings:
+    """Counts what CUDA graph trees record, by step: every move of an address is a new recording."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+        record = CUDAGraphTreeManager.record_function
+
+        def counted(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return record(manager, *args, **kwargs)
+
+        CUDAGraphTreeManager.record_function = counted
+
+
+def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
+    """How often something was captured, recorded or launched so far."""
+    found: dict[str, Any] = {"recordings": recordings.count if recordings else None}
+    if backend == "pgraph":
+        import pgraph
+
+        report = pgraph.report()
+        keys = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "capture_s")
+        found |= {key: getattr(report, key) for key in keys}
+        found["exec_mb"] = report.exec_bytes / MB
+        found["summary"] = report.summary()
+        found["report"] = str(report)
+    return found
+
+
+def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
+    """The Trainer that measures itself; made after torchtitan has been imported."""
+    from titan_trainer import RecordingTrainer
+
+    warmup, timed, issue = spec["warmup"], spec["timed"], spec["issue"]
+    backend = spec["settings"]["backend"]
+
+    class Measuring(RecordingTrainer):
+        """Adds the device's clock, memory and counters."""
+
+        def __init__(self, config: Any) -> None:
+            self.dev = Device()
+            self.warm_s: list[float] = []
+            self.marks: list[Any] = []
+            self.issue_ms: list[float] = []
+            self.figures: dict[str, Any] = {}
+            super().__init__(config, write)
+
+        def batch_generator(self, iterable: Any) -> Iterator[Any]:
+            """Batches drawn before the clock starts: tokenizing is in nobody's time."""
+            source = super().batch_generator(iterable)
+            count = (warmup + timed + issue) * self.gradient_accumulation_steps if timed else 0
+            ready = collections.deque(next(source) for _ in range(count))
+            while ready:
+                yield ready.popleft()
+            yield from source
+
+        def train_step(self, data_iterator: Any) -> None:
+            i = self.step - 1
+            if i == warmup:
+                self.dev.drain()
+                self.figures["before"] = counters(backend, recordings)
+                # Ghost allocations and recordings count in the statistics while they happen.
+                self.dev.reset_peak()
+            if i >= warmup + timed:
+                self.dev.drain()
+            elif i >= warmup:
+                self.marks.append(self.dev.mark())
+            began = time.perf_counter()
+            super().train_step(data_iterator)
+            if i < warmup:
+                self.dev.drain()
+                self.warm_s.append(time.perf_counter() - began)
+            elif i >= warmup + timed:
+                self.issue_ms.append((time.perf_counter() - began) * 1e3)
+            elif i == warmup + timed - 1:
+                self.marks.append(self.dev.mark())
+                self.dev.drain()
+                self.figures |= self.dev.memory()
+                self.figures["after"] = counters(backend, recordings)
+
+    def write(trainer: Measuring) -> None:
+        trainer.dev.drain()
+        times = [trainer.dev.between(a, b) for a, b in zip(trainer.marks, trainer.marks[1:], strict=False)]
+        save(
+            spec,
+            {
+                **trainer.figures,
+                "end": counters(backend, recordings),
+                "times_ms": times,
+                "issue_ms": statistics.median(trainer.issue_ms) if trainer.issue_ms else None,
+                "warm_s": trainer.warm_s,
+                "losses": [float(x) for x in trainer.local_losses().tolist()],
+            },
+        )
+
+    return Measuring
+
+
+def save(spec: dict[str, Any], figures: dict[str, Any]) -> None:
+    """This rank's file; whole or not at all."""
+    path = Path(spec["out"]) / f"rank{os.environ['RANK']}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(figures), encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> None:
+    """Import, wait, train, write."""
+    spec = json.loads(sys.argv[1])
+    cache = Path(spec["cache"])
+    titan_setup.environment(cache)
+    fields = dict(spec["settings"], extra=tuple(spec["settings"]["extra"]))
+    settings = titan_setup.Settings(**fields)
+    # torchtitan takes the command line of the moment when it is imported.
+    sys.argv[1:] = titan_setup.arguments(settings, cache, Path(spec["out"]))
+    titan_setup.prepare(settings)
+    import torch._inductor.compile_fx  # noqa: F401  (slow to import, so it is now)
+    import torchtitan.train
+
+    recordings = Recordings() if spec["cudagraphs"] else None
+    trainer = trainer_class(spec, recordings)
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return  # the parent is gone
+    # torchtitan sleeps two seconds at the end, for its log lines' sake.
+    torchtitan.train.time = type(
+        "Time", (), {"perf_counter": time.perf_counter, "sleep": lambda seconds: None}
+    )
+    began = time.perf_counter()
+    torchtitan.train.main(trainer)
+    path = Path(spec["out"]) / f"rank{os.environ['RANK']}.json"
+    done = json.loads(path.read_text(encoding="utf-8"))
+    save(spec, done | {"finished": True, "run_s": time.perf_counter() - began})
+
+
+if __name__ == "__main__":
+    main()
