@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pgraph.compat import lazily
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
 from pgraph.errors import CaptureError
 from pgraph.nodes import is_foreign, op_name
@@ -89,7 +90,7 @@ class _Recorder(TorchDispatchMode):
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
         self._watch(ghost, address, nbytes, birth=0)
-        return ghost
+        return lazily(ghost, tensor.is_conj(), tensor.is_neg())
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What a generated module gets for `torch.empty_strided`."""
@@ -290,7 +291,8 @@ def _output_spec(
     for i, r in enumerate(ranges):
         if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
             region = moved[i]
-            layout = TensorSpec(tuple(value.size()), tuple(value.stride()), value.dtype, 0)
+            sizes = tuple(value.size()), tuple(value.stride())
+            layout = TensorSpec(*sizes, value.dtype, 0, value.is_conj(), value.is_neg())
             if r.nbytes:
                 # Not `data_ptr()`, which is 0 for an empty tensor.
                 start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()

@@ -35,6 +35,7 @@ __all__ = [
     "hearing_graph_breaks",
     "inductor_mode",
     "is_compiled",
+    "lazily",
     "own_output_strides",
     "plain_symbol",
     "reinterpret",
@@ -51,6 +52,20 @@ reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
 
 fake_mode_of = detect_fake_mode
+
+
+def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """A view with the bits of a lazy conjugate and a lazy negative set; 2.11, 2.13.
+
+    Note [Lazy conjugates]
+    `x.conj()` computes nothing: it is a view with a bit, and so is the imaginary part of one, with another
+    bit. Neither shows in size, stride, type or address, and whoever rebuilds a tensor from those must set
+    them again, or numbers come out conjugated or with the wrong sign.
+    """
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
+
 
 # Splitting is pgraph's, graphs are pgraph's: Inductor must do neither.
 _INNER_CONFIG = {"graph_partition": False, "triton.cudagraphs": False}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pgraph.build import Built
-from pgraph.compat import reinterpret
+from pgraph.compat import lazily, reinterpret
 from pgraph.errors import DriverError, LaunchError
 from pgraph.template import OutputSpec, TensorSpec
 
@@ -126,7 +126,8 @@ def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
         layout = spec.layout
         assert layout is not None
         alone = len(plan.blocks[block].tenants) == 1 and offset == 0 and layout.offset == 0
-        if alone and _nbytes(layout) == built.template.regions[spec.region].nbytes:
+        lazy = layout.conj or layout.neg
+        if alone and not lazy and _nbytes(layout) == built.template.regions[spec.region].nbytes:
             direct.setdefault(block, layout)
     return direct
 
@@ -174,9 +175,12 @@ def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     start = offset + layout.offset
     if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:
         if start == 0 and owner.size() == layout.size and owner.stride() == layout.stride:
-            return owner
-        return reinterpret(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
+            if (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
+                return owner
+        plain = reinterpret(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
+        return lazily(plain, layout.conj, layout.neg)
     first = owner.storage_offset() * owner.element_size() + start
     storage = owner.untyped_storage()
     view = torch.empty(0, dtype=layout.dtype, device=owner.device)
-    return view.set_(storage, first // layout.dtype.itemsize, layout.size, layout.stride)
+    view.set_(storage, first // layout.dtype.itemsize, layout.size, layout.stride)
+    return lazily(view, layout.conj, layout.neg)

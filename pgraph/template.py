@@ -68,12 +68,20 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Layout of a tensor: sizes and strides in elements, `offset` in bytes from its region's base."""
+    """Layout of a tensor.
+
+    Args:
+        size, stride: in elements.
+        offset: bytes from its region's base.
+        conj, neg: bits of a view that is conjugated or negated when it is read (Note [Lazy conjugates]).
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
     offset: int
+    conj: bool = False
+    neg: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

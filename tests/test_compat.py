@@ -48,6 +48,19 @@ def test_reinterpret_tensor() -> None:
     assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
+def test_lazy_bits() -> None:
+    """A conjugate and a negative are views with a bit, which can be set and is seen by every op."""
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    turned = compat.lazily(x, conj=True, neg=False)
+    assert turned.is_conj()
+    assert turned.data_ptr() == x.data_ptr()
+    assert (turned + 0).tolist() == [1 - 2j, 3 + 4j]
+    negative = compat.lazily(x.real, conj=False, neg=True)
+    assert negative.is_neg()
+    assert (negative + 0).tolist() == [-1.0, -3.0]
+    assert compat.lazily(x, conj=False, neg=False) is x
+
+
 def test_detect_fake_mode() -> None:
     with FakeTensorMode() as mode:
         assert compat.fake_mode_of([torch.empty(2)]) is mode

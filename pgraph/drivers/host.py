@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from pgraph.compat import lazily
 from pgraph.drivers import faults as fault
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
 from pgraph.drivers.host_nodes import TABLE, KernelCall, OpCall, as_copy, as_fill, encode, refuse_random, run
@@ -165,7 +166,7 @@ class HostSession(Session):
         def real(f: torch.Tensor) -> torch.Tensor:
             if id(f) in given:
                 return given[id(f)]
-            ghost = self._result(op, f)
+            ghost = lazily(self._result(op, f), f.is_conj(), f.is_neg())
             fresh.append(ghost)
             given[id(f)] = ghost
             return ghost
@@ -182,7 +183,8 @@ class HostSession(Session):
 
     def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
         with self._fake:
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+            fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+            return lazily(fake, t.is_conj(), t.is_neg())
 
     def _result(self, op: Any, like: torch.Tensor) -> torch.Tensor:
         nbytes = extent(like.size(), like.stride()) * like.element_size()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pgraph.compat import lazily
 from pgraph.drivers.base import extent
 from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
@@ -70,7 +71,8 @@ def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
     words: list[int] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype))
+            bits = leaf.is_conj(), leaf.is_neg()
+            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype, *bits))
             words.append(leaf.data_ptr())
         elif type(leaf) is int:
             codes.append(("int",))
@@ -94,10 +96,12 @@ def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
     return values
 
 
-def _tensor_at(address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _tensor_at(
+    address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, conj: bool, neg: bool
+) -> torch.Tensor:
     nbytes = extent(size, stride) * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+    return lazily(torch.empty(0, dtype=dtype).set_(storage, 0, size, stride), conj, neg)
 
 
 def run(node: NodeRecord, params: bytearray) -> None:
@@ -147,7 +151,8 @@ def as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple
         target, source = args[0], args[1]
     else:
         return None
-    same = source.dtype == target.dtype and source.size() == target.size()
+    bits = (source.is_conj(), source.is_neg()) == (target.is_conj(), target.is_neg())
+    same = bits and source.dtype == target.dtype and source.size() == target.size()
     if not (same and _dense(source) and _dense(target)):
         return None
     return target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
