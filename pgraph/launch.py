@@ -174,9 +174,9 @@ def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     """The tensor of this layout, `offset` bytes plus its own offset after the owner's first byte."""
     start = offset + layout.offset
     if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:
-        if start == 0 and owner.size() == layout.size and owner.stride() == layout.stride:
-            if (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
-                return owner
+        same = start == 0 and owner.size() == layout.size and owner.stride() == layout.stride
+        if same and (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
+            return owner
         plain = reinterpret(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
         return lazily(plain, layout.conj, layout.neg)
     first = owner.storage_offset() * owner.element_size() + start
