@@ -4,7 +4,8 @@
     python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
 
 A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
-equality, chart. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+equality, chart, and torchtitan, torchtitan-expandable, torchtitan-losses, torchtitan-chart. A name may end in
+``@GPU`` (``memory@nvidia-h200``) to show one machine only.
 """
 
 from __future__ import annotations
@@ -46,9 +47,23 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("capture_s", "capture s", ",.2f"),
 )
 
+# Per GPU; sizes are those of the rank that has the largest.
+TITAN_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("tokens_per_s", "tokens/s per GPU", ",.0f"),
+    ("ms_per_step", "ms/step", ",.1f"),
+    ("cpu_issue_ms", "CPU issue ms", ",.1f"),
+    ("peak_allocated_mb", "peak allocated MB", ",.0f"),
+    ("peak_reserved_mb", "peak reserved MB", ",.0f"),
+    ("device_used_mb", "device used MB", ",.0f"),
+    ("private_pools_mb", "private pools MB", ",.0f"),
+)
+TITAN_NAMES = {"reduce-overhead": "inductor, CUDA graph trees"}
+
 
 def place(row: Row) -> str:
     """What was compiled, in words: ``"4x256, per block"``."""
+    if row["bench"].startswith("torchtitan"):
+        return str(row["config"])
     deterministic = ", deterministic" if row.get("deterministic") else ""
     return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}{deterministic}"
 
@@ -142,6 +157,64 @@ def equality_table(data: File) -> str:
     return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
 
 
+def titan_table(data: File, keep: Callable[[Row], bool]) -> str:
+    """torchtitan's runs on one machine; empty if nothing of them is kept."""
+    rows = ordered([row for row in data["rows"] if row["bench"] == "torchtitan" and keep(row)])
+    if not rows:
+        return ""
+    lines, notes = [], []
+    for row in rows:
+        lines.append(
+            [
+                row["config"],
+                TITAN_NAMES.get(row["backend"], row["backend"]),
+                *(figure(row.get(key), form) for key, _, form in TITAN_COLUMNS),
+                recaptures(row),
+                commit(row),
+            ]
+        )
+        if row["status"] != "ok":
+            notes.append(f"- {row['config']}, {row['backend']}: {row['status']}")
+    head = ["config", "backend", *(title for _, title, _ in TITAN_COLUMNS), "recordings", "commit"]
+    align = ["left", "left", *["right"] * (len(TITAN_COLUMNS) + 1), "left"]
+    text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+    return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def recaptures(row: Row) -> str:
+    """Recordings until the measured steps, and in them: ``"4 + 0"``."""
+    if row.get("captures_warm") is not None:
+        return f"{row['captures_warm']} + {row['captures_end'] - row['captures_warm']}"
+    if row.get("recordings_timed") is not None:
+        return f"{row['recordings_warm']} + {row['recordings_timed']}"
+    return "-"
+
+
+def losses_table(data: File) -> str:
+    """Comparisons of losses on one machine; empty if it has none."""
+    rows = ordered([row for row in data["rows"] if row["bench"] == "torchtitan-losses"])
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["config"] + (", deterministic" if row.get("deterministic") else ""),
+            f"{row['backend']} against {row['reference']}",
+            figure(row.get("steps"), ",d"),
+            figure(row.get("losses_compared"), ",d"),
+            figure(row.get("losses_equal"), ",d"),
+            figure(row.get("max_diff"), ".2g"),
+            figure(row.get("reference_max_diff"), ".2g"),
+            row["status"],
+            commit(row),
+        ]
+        for row in rows
+    ]
+    head = ["config", "backends", "steps", "losses", "bit-equal", "largest difference"]
+    head += ["reference to itself", "result", "commit"]
+    align = ["left", "left", *["right"] * 5, "left", "left"]
+    return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+
+
 def panels_of(data: File) -> list[tuple[str, list[tuple[str, dict[str, float]]]]]:
     """(title, figures relative to Inductor) of each panel of a machine's chart; empty: no chart."""
     rows = charted(data)
@@ -157,21 +230,35 @@ def charted(data: File) -> list[Row]:
     return [
         r
         for r in data["rows"]
-        if r["bench"] == "memory" and r["mode"] == "train" and r["status"] == "ok" and not is_expandable(r)
+        if r["bench"] in ("memory", "torchtitan")
+        and r["mode"] == "train"
+        and r["status"] == "ok"
+        and not is_expandable(r)
     ]
 
 
-def chart_link(data: File) -> str:
+def chart_name(data: File) -> str:
+    """The file of a machine's chart; each result file has one."""
+    bench = "torchtitan" if any(row["bench"].startswith("torchtitan") for row in data["rows"]) else "memory"
+    return f"{bench}-{data['gpu']}.svg"
+
+
+def chart_link(data: File, bench: str) -> str:
     """The picture of one machine, as the README shows it; empty if it has none."""
-    what = f"{data['gpu']}: time and memory relative to Inductor"
-    return f"![{what}](bench/results/memory-{data['gpu']}.svg)\n" if panels_of(data) else ""
+    if not panels_of(data) or not chart_name(data).startswith(bench):
+        return ""
+    return f"![{data['gpu']}: time and memory relative to Inductor](bench/results/{chart_name(data)})\n"
 
 
 TABLES: dict[str, Callable[[File], str]] = {
     "memory": lambda data: memory_table(data, lambda row: not is_expandable(row)),
     "memory-expandable": lambda data: memory_table(data, is_expandable),
     "equality": equality_table,
-    "chart": chart_link,
+    "chart": lambda data: chart_link(data, "memory"),
+    "torchtitan": lambda data: titan_table(data, lambda row: not is_expandable(row)),
+    "torchtitan-expandable": lambda data: titan_table(data, is_expandable),
+    "torchtitan-losses": losses_table,
+    "torchtitan-chart": lambda data: chart_link(data, "torchtitan"),
 }
 
 
@@ -268,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = rewrite(old, files)
     stale = [f"{args.readme.name} is stale"] if new != old else []
     for data in files:
-        problem = chart(data, args.results / f"memory-{data['gpu']}.svg", args.check)
+        problem = chart(data, args.results / chart_name(data), args.check)
         stale += [problem] if problem else []
     if args.check:
         if stale:

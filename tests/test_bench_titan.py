@@ -1,0 +1,214 @@
+"""The torchtitan benchmark: plans, rows from what ranks wrote, comparisons of losses, tables."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+BENCH = REPO / "bench"
+HEADER = {"gpu": "nvidia-h200", "driver": "580.1", "torch": "2.11.0", "python": "3.12.0", "commit": "abc"}
+
+
+def has_torchtitan() -> bool:
+    try:
+        return bool(importlib.metadata.version("torchtitan"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a benchmark by its file; torchtitan.py under another name, for it hides the package's."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+
+    def import_bench(name: str, under: str = "") -> ModuleType:
+        for module in ("_paths", "schema", "titan_plans", name):
+            known = under if under and module == name else module
+            if known in sys.modules:
+                continue
+            spec = importlib.util.spec_from_file_location(known, BENCH / f"{module}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, known, loaded)
+            spec.loader.exec_module(loaded)
+        return sys.modules[under or name]
+
+    return import_bench
+
+
+@pytest.fixture
+def bench(load: Any) -> ModuleType:
+    return load("torchtitan", under="bench_torchtitan")
+
+
+def rank(losses: list[float], times: list[float], **changes: Any) -> dict[str, Any]:
+    """What one rank of a run with pgraph writes."""
+    counters = {
+        "recordings": None,
+        "captures": 4,
+        "nodes": 40,
+        "slots": 80,
+        "launches": 10,
+        "rewritten_nodes": 100,
+        "fallbacks": 0,
+        "capture_s": 0.5,
+        "exec_mb": 1.0,
+        "summary": "pgraph: 4 captures",
+        "report": "",
+    }
+    sizes = {"peak_allocated_mb": 10.0, "peak_reserved_mb": 20.0, "device_used_mb": 30.0}
+    return {
+        "times_ms": times,
+        "issue_ms": 3.0,
+        "warm_s": [9.0, 1.0],
+        "losses": losses,
+        "before": counters,
+        "after": counters | {"launches": 30, "rewritten_nodes": 500},
+        "end": counters | {"launches": 40, "captures": 5},
+        "finished": True,
+        "run_s": 12.0,
+        **sizes,
+        "private_pools_mb": 0.0,
+        **changes,
+    }
+
+
+def test_a_plan_is_a_name_or_a_configuration(load: Any) -> None:
+    plans = load("titan_plans")
+    (entry,) = plans.parse(
+        "flavor=70B,layers=4,gpus=2,batch=1,ac=selective,expandable,backends=inductor+pgraph"
+    )
+    assert (entry.flavor, entry.layers, entry.gpus, entry.batch) == ("70B", 4, 2, 1)
+    assert entry.expandable
+    assert entry.backends == ("inductor", "pgraph")
+    assert entry.config == "70B 4 layers, seq 2048, batch 1, AC selective, 2 GPUs"
+    assert len(plans.parse("gpu2")) == len(plans.PLANS["gpu2"]) > 1
+
+
+def test_comparisons_take_as_many_runs_as_they_need(load: Any) -> None:
+    plans = load("titan_plans")
+    assert plans.parse("compare,deterministic")[0].backends == ("inductor", "pgraph")
+    assert plans.parse("compare")[0].backends == ("inductor", "inductor", "pgraph")
+    assert plans.parse("compare")[0].steps == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("flavour=8B", "'flavour' is no key"),
+        ("batch=x", "batch='x' must be a whole"),
+        ("backends=fast", "fast"),
+    ],
+)
+def test_wrong_plans_are_refused(load: Any, text: str, said: str) -> None:
+    plans = load("titan_plans")
+    with pytest.raises(plans.PlanError, match=said):
+        plans.parse(text)
+
+
+def test_every_named_plan_fits_its_machine(load: Any) -> None:
+    plans = load("titan_plans")
+    for name, entries in plans.PLANS.items():
+        expected = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "cpu": 2}[name]
+        assert {entry.gpus for entry in entries} == {expected}
+
+
+def test_a_row_is_that_of_the_slowest_and_the_largest_rank(bench: Any, load: Any) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2,batch=2,seq=100,steps=4")
+    ranks = [rank([1.0, 2.0], [10.0] * 4), rank([0.5, 0.25], [20.0] * 4, peak_reserved_mb=25.0)]
+    row = bench.row(entry, "pgraph", {"status": "ok", "ranks": ranks}, first=False)
+    assert row["ms_per_step"] == 20.0
+    assert row["tokens_per_s"] == 2 * 100 / 0.020
+    assert row["peak_reserved_mb"] == 25.0
+    assert row["losses"] == [1.5, 2.25]
+    assert (row["captures_warm"], row["captures_end"]) == (4, 5)
+    assert row["launches_per_step"] == 5.0
+    assert row["rewritten_per_launch"] == 20.0
+    assert load("schema").problems(row) == []
+
+
+def test_a_failed_run_is_a_row_that_says_so(bench: Any, load: Any) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2")
+    row = bench.row(entry, "inductor", {"status": "rank 1: OutOfMemoryError", "ranks": []}, first=True)
+    assert row["status"] == "rank 1: OutOfMemoryError"
+    assert load("schema").problems(row) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "again", "status"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], "equal"),
+        ([1.0, 2.3], [1.0, 2.2], "ok"),
+        ([1.0, 2.5], [1.0, 2.2], "losses differ by up to 0.5"),
+    ],
+)
+def test_losses_are_judged_by_what_two_reference_runs_differ(
+    bench: Any, load: Any, mine: list[float], again: list[float], status: str
+) -> None:
+    (entry,) = load("titan_plans").parse("compare,steps=2")
+    runs = [
+        ("inductor", {"status": "ok", "ranks": [rank([1.0, 2.0], [])]}),
+        ("inductor", {"status": "ok", "ranks": [rank(again, [])]}),
+        ("pgraph", {"status": "ok", "ranks": [rank(mine, [])]}),
+    ]
+    row = bench.compared(entry, runs)
+    assert row["status"] == status
+    assert row["losses_compared"] == 2
+    assert load("schema").problems(row) == []
+
+
+def test_losses_that_differ_count_as_different_without_a_second_reference(bench: Any, load: Any) -> None:
+    (entry,) = load("titan_plans").parse("compare,deterministic,steps=2")
+    runs = [
+        ("inductor", {"status": "ok", "ranks": [rank([1.0, 2.0], [])]}),
+        ("pgraph", {"status": "ok", "ranks": [rank([1.0, 2.0 + 1e-9], [])]}),
+    ]
+    row = bench.compared(entry, runs)
+    assert row["losses_equal"] == 1
+    assert row["status"].startswith("losses differ")
+
+
+def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2")
+    good = bench.row(entry, "pgraph", {"status": "ok", "ranks": [rank([1.0], [10.0])] * 2}, first=True)
+    base = bench.row(entry, "inductor", {"status": "ok", "ranks": [rank([1.0], [20.0])] * 2}, first=True)
+    bad = bench.row(entry, "reduce-overhead", {"status": "timeout", "ranks": []}, first=False)
+    schema, readme = load("schema"), load("readme")
+    path = schema.write(
+        tmp_path / "torchtitan-nvidia-h200.json", [base, good, bad], HEADER | {"date": "2026-01-02"}
+    )
+    data = schema.read(path)
+    text = readme.TABLES["torchtitan"](data)
+    assert "inductor, CUDA graph trees" in text
+    assert "4 + 1" in text
+    assert "reduce-overhead: timeout" in text
+    assert readme.TABLES["torchtitan-expandable"](data) == ""
+    assert readme.TABLES["chart"](data) == ""
+    assert "torchtitan-nvidia-h200.svg" in readme.TABLES["torchtitan-chart"](data)
+    assert readme.chart(data, tmp_path / readme.chart_name(data), check=False) is None
+    assert (tmp_path / "torchtitan-nvidia-h200.svg").exists()
+
+
+@pytest.mark.skipif(not has_torchtitan(), reason="torchtitan is not installed")
+def test_the_benchmark_runs_real_torchtitan(tmp_path: Path) -> None:
+    """Two ranks on the CPU; the losses are the reference backend's to the last bit."""
+    command = [sys.executable, str(BENCH / "torchtitan.py"), "--plan", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("torchtitan-*.json")
+    reference, mine = json.loads(path.read_text())["rows"]
+    assert (reference["status"], mine["status"]) == ("ok", "ok"), done.stdout
+    assert mine["losses"] == reference["losses"]
+    assert mine["captures_warm"] == mine["captures_end"] == 4
+    assert mine["fallbacks"] == 0
+    assert mine["torn_down"]
