@@ -62,6 +62,7 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, _Range] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
+        self.foreign: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,9 +77,11 @@ class _Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
-        fresh = any(r.nbytes for r in self.ranges[known:])
-        if after == before and is_foreign(func) and (fresh or _writes(func, args, kwargs or {})):
-            raise CaptureError(_not_recorded(op_name(func)), op_name(func))
+        if is_foreign(func):
+            self.foreign.update(range(before, after))
+            fresh = any(r.nbytes for r in self.ranges[known:])
+            if after == before and (fresh or _writes(func, args, kwargs or {})):
+                raise CaptureError(_not_recorded(op_name(func)), op_name(func))
         self.boundary()
         return result
 
@@ -250,7 +253,7 @@ def _record(
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
-    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph)
+    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.foreign))
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:

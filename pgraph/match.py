@@ -14,9 +14,16 @@ equal, anything else                          a constant: never rewritten
 each in its own ghosts, same region + delta   a slot
 the same, but that region is dead by then     left-over bytes in padding: ignored
 each in its own ghosts, otherwise             ambiguous: refuse
-each in ghosts or memory of the framework     ambiguous: refuse
+one in its ghosts, one in the framework's     ambiguous: refuse
+both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
+
+Note [Real memory that moves]
+Padding often holds half of an old address (of the host's memory, too, which shares the upper bits), and
+where the framework holds tens of gigabytes such a word looks like a device address. In a capture,
+whatever an op of PyTorch's own is given or allocates lies in ghost memory, so none of its pointers moves
+within real memory. A custom op may use buffers of its own in turn; nobody knows.
 
 Left-over addresses are common: libraries fill large parameter structs on the stack and leave the
 padding as it was. They are told from pointers by moving differently, or not at all.
@@ -133,6 +140,7 @@ class _Matcher:
         self._map_a, self._map_b = _region_map(a.allocations), _region_map(b.allocations)
         self._framework = framework
         self._constants = constants
+        self._unknown = a.foreign | b.foreign
 
     def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
         words = len(node_a.params) // 8
@@ -161,7 +169,8 @@ class _Matcher:
         if ghost_a and ghost_b:
             return self._ghosts(index, offset, self._map_a.find(va), self._map_b.find(vb), where)
         # A pointer is one in both captures: an address on one side only is left in padding.
-        if (ghost_a or self._foreign(va)) and (ghost_b or self._foreign(vb)):
+        known = not (ghost_a or ghost_b or index in self._unknown)  # see Note [Real memory that moves]
+        if not known and (ghost_a or self._foreign(va)) and (ghost_b or self._foreign(vb)):
             raise _refuse(
                 "ambiguous-word",
                 f"{where} points to device memory and moved between captures ({va:#x}, {vb:#x})",

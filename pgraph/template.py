@@ -111,6 +111,7 @@ class Recording:
         outputs: one per result, regions numbered as `allocations`.
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
+        foreign: nodes recorded by ops that are not PyTorch's own.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -119,6 +120,7 @@ class Recording:
     outputs: tuple[OutputSpec, ...]
     ghost_range: tuple[int, int]
     graph: Any
+    foreign: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ from pgraph.reasons import Reason
 FRAMEWORK = (0x7EEE_0000_0000, 1 << 20)
 
 
+@torch.library.custom_op("pgraph_words::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """Somebody else's op."""
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def fn(x: Tensor, y: Tensor) -> Tensor:
     b = (x @ y) + 1
     c = b * y
@@ -28,7 +40,11 @@ def fn(x: Tensor, y: Tensor) -> Tensor:
     return c.cumsum(0)
 
 
-def run(faults: HostFaults, calls: int = 4) -> None:
+def custom(x: Tensor, y: Tensor) -> Tensor:
+    return twice(x @ y).cumsum(0)
+
+
+def run(faults: HostFaults, calls: int = 4, fn: Callable[[Tensor, Tensor], Tensor] = fn) -> None:
     """Right results, whatever becomes of the capture."""
     compiled = host(fn)
     with inject(faults):
@@ -129,16 +145,22 @@ def test_pointers_to_memory_that_is_no_argument(cured: bool, monkeypatch: pytest
 
 @with_and_without
 def test_moving_words_in_framework_memory(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pointer to memory that an op took past the arena: ambiguous, never padding."""
+    """A custom op may have buffers of its own, used in turn: ambiguous, never padding."""
     if not cured:
         monkeypatch.setattr(host_driver.HostDriver, "framework_ranges", lambda self: None)
 
     def check() -> None:
         words = (FRAMEWORK[0] + 64, FRAMEWORK[0] + 4096)
-        run(HostFaults(moving_words=words, framework=(FRAMEWORK,)))
+        run(HostFaults(moving_words=words, framework=(FRAMEWORK,)), fn=custom)
         refused("ambiguous-word")
 
     shows(check, cured)
+
+
+def test_moving_words_of_pytorchs_own_ops_are_padding() -> None:
+    """Half of an old address looks like device memory where much of it is in use."""
+    with launching(3):
+        run(HostFaults(moving_words=(FRAMEWORK[0] + 0x170, FRAMEWORK[0] + 0x184), framework=(FRAMEWORK,)))
 
 
 def test_moving_words_elsewhere_are_padding() -> None:

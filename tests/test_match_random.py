@@ -30,12 +30,14 @@ class Case:
         lives: (birth, death) of each region.
         bases: per capture, the address of each region.
         nodes: per node, the words, each ("slot", region, delta), ("same", v) or ("two", va, vb).
+        foreign: nodes of ops that are not PyTorch's own.
     """
 
     sizes: list[int]
     lives: list[tuple[int, int | None]]
     bases: tuple[list[int], list[int]]
     nodes: list[list[tuple[Any, ...]]]
+    foreign: frozenset[int] = frozenset()
 
     def params(self, node: int, bases: list[int], capture: int) -> bytes:
         words = []
@@ -53,7 +55,8 @@ class Case:
         nodes = tuple(
             NodeRecord("kernel", f"k{i}", (), self.params(i, bases, capture)) for i in range(len(self.nodes))
         )
-        return Recording(nodes, allocations, 0, (), (LOW[capture], LOW[capture] + (1 << 32)), None)
+        ghosts = (LOW[capture], LOW[capture] + (1 << 32))
+        return Recording(nodes, allocations, 0, (), ghosts, None, self.foreign)
 
     def planted(self) -> set[Slot]:
         return {
@@ -169,6 +172,7 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
         word = ("two", here[0], LOW[1] + (1 << 31))
     elif kind == "framework":
         word = ("two", *data.draw(st.lists(framework_words, min_size=2, max_size=2, unique=True)))
+        case.foreign = frozenset({node})
     elif kind == "ghost, framework":
         word = ("two", data.draw(own_ghosts(0)), data.draw(framework_words))
     else:

@@ -174,9 +174,16 @@ class CudaDriver(Driver):
             return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
 
     def framework_ranges(self) -> RangeMap | None:
+        # Blocks in use, not whole segments: nothing points to memory that is free.
         segments = torch.cuda.memory_snapshot(include_traces=False)
-        mine = [s for s in segments if s["device"] == self.device.index]
-        return RangeMap([(s["address"], s["total_size"], 0) for s in mine])
+        blocks = [
+            (block["address"], block["size"], 0)
+            for segment in segments
+            if segment["device"] == self.device.index
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ]
+        return RangeMap(blocks)
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
