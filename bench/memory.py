@@ -5,34 +5,37 @@
     python bench/memory.py --configs 4x256 16x1024 --scopes block --repeats 3
     python bench/memory.py --expandable-segments --out results/
     PGRAPH_COMMIT=$(git rev-parse HEAD) python bench/memory.py   # for a copy that has no git
+    python bench/memory.py --configs 70b-fit 70b-fit-ac vit-b16-1024 gpt2-8 --parallel-warm 6 --repeats 1
 
 Each backend runs in a process of its own; the processes of one config take turns (all backends once, then
 all again), so that a drift of the machine's clock meets each of them. Figures are medians over the repeats;
 ``ms_p10``/``ms_p90`` are the spread over the steps, ``ms_min``/``ms_max`` that over the repeats. Results go
 to ``bench/results/memory-<gpu>.json`` after every config, so a stopped run keeps what it has.
+
+Compiling takes most of a short run. ``--parallel-warm N`` first compiles everything into one cache, N
+processes at a time, and times nothing meanwhile; the measured processes then find it there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _paths
+import _paths  # noqa: F401  (puts the checkout on sys.path)
 import schema
 import torch
-from configs import WORKLOADS
+from configs import PATTERNS, WORKLOADS, resolve, scopes_of
+from workers import config_name, device_bytes, last_error, prepare, start_worker
 
-WORKER = Path(__file__).resolve().with_name("worker.py")
+__all__ = ["last_error", "main", "measure", "parse_args", "start_worker", "summarise"]
+
 GPU_CONFIGS = ["4x256", "16x1024", "8x4096"]
 EXPANDABLE = "expandable_segments:True"
 # Of the first repeat only, which compiles from an empty cache; later ones find its kernels.
@@ -47,13 +50,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     backends = list(schema.CHOICES["backend"])
-    add("--configs", nargs="+", choices=list(WORKLOADS), default=GPU_CONFIGS if on_gpu else ["cpu-tiny"])
-    add("--scopes", nargs="+", choices=schema.CHOICES["scope"], default=["block", "model"])
+    names = f"any of {', '.join(WORKLOADS)}, or {PATTERNS}"
+    default = GPU_CONFIGS if on_gpu else ["cpu-tiny"]
+    add("--configs", nargs="+", type=config_name, metavar="NAME", default=default, help=names)
+    add("--scopes", nargs="+", choices=schema.CHOICES["scope"], help="default: those that the config is for")
     add("--backends", nargs="+", choices=backends, default=default_backends(on_gpu))
     add("--modes", nargs="+", choices=schema.CHOICES["mode"], default=["train"])
     add("--steps", type=int, default=50, help="steps timed back to back")
     add("--warmup", type=int, default=10, help="steps before the clock counts")
     add("--repeats", type=int, default=3, help="processes for each backend")
+    add("--issue-steps", type=int, default=20, help="steps timed one by one on the host's clock")
     add("--memory-steps", type=int, default=50, help="steps over which growth of memory is watched")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--driver", choices=["auto", "cuda", "host"], default="auto", help="pgraph's driver")
@@ -62,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--warm-cache", action="store_true", help="use the machine's Inductor cache: compile_s is no cold one"
     )
+    add("--parallel-warm", type=int, default=0, metavar="N", help="compile all first, N processes at once")
     add("--timeout", type=float, default=900.0, help="seconds for one process")
     add("--out", default=None, help="JSON file or folder for the results")
     add("--quick", action="store_true", help="first config only, 3 warm-up and 10 timed steps, one repeat")
@@ -72,6 +79,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.warmup = min(args.warmup, 5)
     if min(args.steps, args.warmup, args.repeats) < 1:
         parser.error("--steps, --warmup and --repeats must be at least 1")
+    if args.parallel_warm < 0:
+        parser.error(f"--parallel-warm {args.parallel_warm}: give a number of processes, or 0")
     return args
 
 
@@ -81,35 +90,6 @@ def default_backends(on_gpu: bool) -> list[str]:
         return ["eager", "inductor", "reduce-overhead", "pgraph"]
     compiler = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
     return ["eager", *(["inductor"] if compiler else []), "pgraph"]
-
-
-def start_worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run one worker and return its figures; a failing one gives ``{"status": the error's last line}``."""
-    try:
-        done = subprocess.run(
-            [sys.executable, str(WORKER), json.dumps(spec)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=environment,
-            cwd=_paths.REPO,
-        )
-    except subprocess.TimeoutExpired:
-        return {"status": f"timeout: no result after {timeout:.0f} s"}
-    if done.returncode:
-        return {"status": last_error(done.stderr) or f"exit status {done.returncode}"}
-    try:
-        return {"status": "ok", **json.loads(done.stdout.splitlines()[-1])}
-    except (IndexError, json.JSONDecodeError):
-        return {"status": "the worker printed no JSON on its last line"}
-
-
-def last_error(stderr: str) -> str:
-    """The line of a traceback that names the exception, at most 300 characters."""
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    # Dynamo appends advice below its errors, so the last line that looks like "SomeError: text" is wanted.
-    named = [line for line in lines if not line.startswith(" ") and "Error" in line.split(":", 1)[0]]
-    return (named or lines or [""])[-1].strip()[:300]
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -130,32 +110,54 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def measure(args: argparse.Namespace, config: str, mode: str, scope: str) -> list[dict[str, Any]]:
-    """Rows of all backends for one config, their processes taking turns."""
+def spec_of(args: argparse.Namespace, config: str, mode: str, scope: str, backend: str) -> dict[str, Any]:
+    """What one worker is told."""
+    return {
+        "config": config,
+        "scope": scope,
+        "backend": backend,
+        "mode": mode,
+        "device": args.device,
+        "driver": args.driver,
+        "codegen": args.codegen,
+        "warmup": args.warmup,
+        "steps": args.steps,
+        "issue_steps": min(args.steps, args.issue_steps),
+        "memory_steps": args.memory_steps,
+    }
+
+
+def scopes(args: argparse.Namespace, config: str) -> Sequence[str]:
+    """What of a config is compiled as one piece: as asked, or as the config is meant."""
+    return args.scopes or scopes_of(config)
+
+
+def environment_of(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of every worker."""
+    environment = dict(os.environ)
+    if args.expandable_segments:
+        environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+    return environment
+
+
+def measure(
+    args: argparse.Namespace, config: str, mode: str, scope: str, filled: Path | None = None
+) -> list[dict[str, Any]]:
+    """Rows of all backends for one config, their processes taking turns.
+
+    Args:
+        filled: a compile cache that has been filled beforehand, for all backends.
+    """
     runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in args.backends}
     with tempfile.TemporaryDirectory(prefix="pgraph-bench-") as cache:
         for repeat in range(args.repeats):
             for backend in args.backends:
-                environment = dict(os.environ)
+                environment = environment_of(args)
                 # An empty compile cache for each backend: the first repeat's compile time is a cold one.
                 if not args.warm_cache:
-                    environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / backend)
-                if args.expandable_segments:
-                    environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
-                spec = {
-                    "config": config,
-                    "scope": scope,
-                    "backend": backend,
-                    "mode": mode,
-                    "device": args.device,
-                    "driver": args.driver,
-                    "codegen": args.codegen,
-                    "warmup": args.warmup,
-                    "steps": args.steps,
-                    "issue_steps": min(args.steps, 20),
-                    "memory_steps": args.memory_steps,
-                }
+                    environment["TORCHINDUCTOR_CACHE_DIR"] = str(filled or Path(cache) / backend)
                 began = time.perf_counter()
+                spec = spec_of(args, config, mode, scope, backend)
                 figures = start_worker(spec, environment, args.timeout)
                 runs[backend].append(figures)
                 print(
@@ -165,7 +167,9 @@ def measure(args: argparse.Namespace, config: str, mode: str, scope: str) -> lis
                 )
     identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
     alloc = {"alloc_conf": EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
-    alloc["inductor_cache"] = "the machine's" if args.warm_cache else "empty at first"
+    alloc["inductor_cache"] = (
+        "the machine's" if args.warm_cache else "filled beforehand" if filled else schema.COLD_CACHE
+    )
     return [{**identity, "backend": name, **alloc, **summarise(found)} for name, found in runs.items()]
 
 
@@ -183,6 +187,11 @@ def brief(figures: dict[str, Any]) -> str:
     )
 
 
+def tell(line: str) -> None:
+    """Print at once."""
+    print(line, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, and write the result file; returns its path."""
     args = parse_args(argv)
@@ -191,10 +200,19 @@ def main(argv: Sequence[str] | None = None) -> Path:
         header |= {"gpu": "cpu", "driver": None}
         args.device = "cpu"
     path = schema.result_path("memory", header["gpu"], args.out)
-    for config in args.configs:
-        for mode in args.modes:
-            for scope in args.scopes:
-                schema.write(path, measure(args, config, mode, scope), header)
+    memory = device_bytes() if args.device != "cpu" else None
+    combos = [(resolve(c, memory), m, s) for c in args.configs for m in args.modes for s in scopes(args, c)]
+    with tempfile.TemporaryDirectory(prefix="pgraph-bench-cache-") as cache:
+        filled = None
+        if args.parallel_warm:
+            specs = [spec_of(args, *combo, backend) for combo in combos for backend in args.backends]
+            environment = environment_of(args)
+            if not args.warm_cache:
+                filled = Path(cache)
+                environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+            prepare(specs, environment, args.timeout, args.parallel_warm, memory, tell)
+        for config, mode, scope in combos:
+            schema.write(path, measure(args, config, mode, scope, filled), header)
     print(f"wrote {path}")
     return path
 

@@ -4,8 +4,8 @@
     python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
 
 A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
-equality, chart, and torchtitan, torchtitan-expandable, torchtitan-losses, torchtitan-chart. A name may end in
-``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+largest-batch, equality, chart, and torchtitan, torchtitan-expandable, torchtitan-losses,
+torchtitan-chart. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ COLOURS = {
     "reduce-overhead": "#dd8452",
     "pgraph": "#55a868",
 }
+# What must not be larger than without graphs, and by how much it may be.
+SIZES = (("peak_allocated_mb", "allocated"), ("peak_reserved_mb", "reserved"), ("device_used_mb", "device"))
+BOUND, BOUND_MB = 0.01, 32
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ms_per_step", "ms/step", ",.2f"),
     ("cpu_issue_ms", "CPU issue ms", ",.2f"),
@@ -75,9 +78,33 @@ def figure(value: Any, form: str) -> str:
 
 def cell(row: Row, key: str, form: str) -> str:
     """One figure of a row; compiling from a filled cache is no compile time."""
-    if key == "compile_s" and row.get("inductor_cache") == "the machine's":
+    if key == "compile_s" and row.get("inductor_cache", schema.COLD_CACHE) != schema.COLD_CACHE:
         return "-"
     return figure(row.get(key), form)
+
+
+def twin_key(row: Row) -> tuple[Any, ...]:
+    """Equal for the rows of all backends that were measured together."""
+    same = ("config", "mode", "scope", "alloc_conf", "deterministic", "commit", "date")
+    return tuple(row.get(key) for key in same)
+
+
+def against(row: Row, inductor: Row | None) -> tuple[str, str]:
+    """(the three sizes over Inductor's, whether each is within the bound), of the same run.
+
+    The bound is 1 % or 32 MB, whichever is more.
+    """
+    if inductor is None or row is inductor:
+        return "-", "-"
+    ratios, above = [], []
+    for key, name in SIZES:
+        mine, theirs = row.get(key), inductor.get(key)
+        if mine is None or not theirs:
+            return "-", "-"
+        ratios.append(f"{mine / theirs:.3f}")
+        if mine > max(theirs * (1 + BOUND), theirs + BOUND_MB):
+            above.append(f"{name} +{mine - theirs:,.0f} MB")
+    return " / ".join(ratios), "no: " + ", ".join(above) if above else "yes"
 
 
 def commit(row: Row) -> str:
@@ -114,18 +141,44 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
     if data["gpu"] == "cpu":
         columns.append(("peak_rss_mb", "max RSS MB", ",.0f"))
     modes = len({row["mode"] for row in rows}) > 1
+    inductors = {twin_key(row): row for row in rows if row["backend"] == "inductor"}
+    compared = any(against(row, inductors.get(twin_key(row)))[0] != "-" for row in rows)
     lines, notes = [], []
     for row in rows:
         where = place(row) + (f", {row['mode']}" if modes else "")
-        lines.append(
-            [where, row["backend"], *(cell(row, key, form) for key, _, form in columns), commit(row)]
-        )
+        figures = [cell(row, key, form) for key, _, form in columns]
+        verdict = against(row, inductors.get(twin_key(row))) if compared else ()
+        lines.append([where, row["backend"], *figures, *verdict, commit(row)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
-    head = ["config", "backend", *(title for _, title, _ in columns), "commit"]
-    align = ["left", "left"] + ["right"] * len(columns) + ["left"]
+    ratios = ["allocated / reserved / device over Inductor's", "within 1 % or 32 MB"] if compared else []
+    alignment = ["right"] * len(columns) + ["left"] * len(ratios)
+    head = ["config", "backend", *(title for _, title, _ in columns), *ratios, "commit"]
+    align = ["left", "left", *alignment, "left"]
     text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
     return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def batch_table(data: File) -> str:
+    """The largest batches of one machine; empty if it has none."""
+    rows = ordered([row for row in data["rows"] if row["bench"] == "largest-batch"])
+    lines = [
+        [
+            place(row),
+            row["backend"],
+            figure(row.get("cap_mb"), ",.0f"),
+            figure(row.get("largest_batch"), ",d"),
+            figure(row.get("peak_reserved_mb"), ",.0f"),
+            row["status"],
+            commit(row),
+        ]
+        for row in rows
+    ]
+    if not lines:
+        return ""
+    head = ["config", "backend", "cap MB", "largest batch", "peak reserved MB", "result", "commit"]
+    align = ["left", "left", "right", "right", "right", "left", "left"]
+    return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
 
 
 def equality_table(data: File) -> str:
@@ -254,6 +307,7 @@ TABLES: dict[str, Callable[[File], str]] = {
     "memory": lambda data: memory_table(data, lambda row: not is_expandable(row)),
     "memory-expandable": lambda data: memory_table(data, is_expandable),
     "equality": equality_table,
+    "largest-batch": batch_table,
     "chart": lambda data: chart_link(data, "memory"),
     "torchtitan": lambda data: titan_table(data, lambda row: not is_expandable(row)),
     "torchtitan-expandable": lambda data: titan_table(data, is_expandable),

@@ -30,6 +30,7 @@ Row = dict[str, Any]
 IDENTITY = ("bench", "config", "mode", "scope", "backend", "alloc_conf", "deterministic")
 HEADER = ("gpu", "driver", "torch", "python", "commit", "date")
 DEFAULT_ALLOC_CONF = "default"
+COLD_CACHE = "empty at first"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
@@ -49,6 +50,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "compile_s",
         "capture_s",
     ),
+    "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",
         "tensors_compared",

@@ -21,8 +21,9 @@ from typing import Any
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import torch
 from backends import as_count, compile_kwargs, peak_rss_mb, pgraph_report
-from configs import Workload, workload
-from llama import Llama, compile_blocks, count_parameters
+from configs import workload
+from llama import count_parameters
+from tasks import task
 from torch import Tensor
 
 MB = 2**20
@@ -44,6 +45,8 @@ class Spec:
         issue_steps: steps timed one by one on the host's clock.
         memory_steps: steps over which growth of memory is watched.
         seed: of the weights and the tokens.
+        cap_mb: MB that the caching allocator may hold; 0 for no cap.
+        prepare: only compile, by one step, which may run out of memory once everything is compiled.
     """
 
     config: str = "cpu-tiny"
@@ -58,6 +61,8 @@ class Spec:
     issue_steps: int = 20
     memory_steps: int = 50
     seed: int = 0
+    cap_mb: float = 0.0
+    prepare: bool = False
 
 
 class Device:
@@ -68,6 +73,15 @@ class Device:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self.torch = torch.device(name)
         self.on_gpu = self.torch.type == "cuda"
+
+    def cap(self, mb: float) -> None:
+        """Let the caching allocator hold no more than `mb` MB; a CPU has no such cap.
+
+        It bounds what PyTorch allocates. What the driver holds (context, recorded graphs) is not in it.
+        """
+        if self.on_gpu and mb > 0:
+            share = mb * MB / torch.cuda.get_device_properties(self.torch).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
     def drain(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -128,52 +142,55 @@ class Device:
 
 
 class Trainer:
-    """A model, its optimizer, and fresh random tokens at every step."""
+    """A model, its optimizer, and fresh random data at every step."""
 
-    def __init__(self, spec: Spec, load: Workload, device: Device) -> None:
+    def __init__(self, spec: Spec, device: Device) -> None:
         torch.manual_seed(spec.seed)
-        self.spec, self.load, self.device = spec, load, device
-        self.model = Llama(load.llama).to_training(device.torch)
-        self.parameters = count_parameters(self.model)
+        self.spec = spec
+        self.task = task(workload(spec.config), device.torch, spec.seed + 1)
+        self.parameters = count_parameters(self.task.model)
         kwargs = compile_kwargs(spec.backend, device.torch, spec.driver, spec.codegen)
         if kwargs is not None:
-            compile_blocks(self.model, spec.scope, **kwargs)
+            self.task.compile(spec.scope, **kwargs)
         training = spec.mode == "train"
-        self.model.train(training)
+        self.task.model.train(training)
         self.optimizer = (
-            torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.on_gpu) if training else None
+            torch.optim.AdamW(self.task.model.parameters(), lr=1e-4, fused=device.on_gpu)
+            if training
+            else None
         )
-        self.random = torch.Generator(device.torch).manual_seed(spec.seed + 1)
-        # The last few batches stay alive, so that the allocator cannot hand out one address for ever.
-        self.recent: collections.deque[Tensor] = collections.deque(maxlen=3)
+        self.recent: collections.deque[tuple[Tensor, ...]] = collections.deque(maxlen=self.task.recent)
         self.addresses: set[int] = set()
         self.last: Tensor | None = None
 
-    def tokens(self) -> tuple[Tensor, Tensor]:
+    def batch(self) -> tuple[Tensor, ...]:
         """A batch at a fresh address."""
-        shape = (2, self.load.batch, self.load.seq)
-        both = torch.randint(
-            self.load.llama.vocab, shape, generator=self.random, device=self.device.torch, dtype=torch.int64
-        )
-        self.recent.append(both)
-        self.addresses.add(both.data_ptr())
-        return both[0], both[1]
+        made = self.task.batch()
+        self.recent.append(made)
+        self.addresses.add(made[0].data_ptr())
+        return made
 
     def step(self) -> None:
         """One training or inference step; leaves its loss or logits in `last`."""
+        if self.optimizer is None:
+            self._begin()
+            with torch.no_grad():
+                self.last = self.task.predict(self.batch()[0])
+            return
+        parts = self.task.load.accumulate
+        for _ in range(parts):
+            self._begin()
+            loss = self.task.loss(*self.batch())
+            (loss / parts if parts > 1 else loss).backward()
+            self.last = loss.detach()
+            del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _begin(self) -> None:
         if self.spec.backend == "reduce-overhead":
             self.last = None  # lives in the graph's pool, which the next step overwrites
             torch.compiler.cudagraph_mark_step_begin()
-        tokens, targets = self.tokens()
-        if self.optimizer is None:
-            with torch.no_grad():
-                self.last = self.model(tokens)
-            return
-        loss = self.model(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.last = loss.detach()
 
     def check(self) -> float:
         """Value of the last step's result (its mean in inference); raises if it is not finite."""
@@ -189,10 +206,26 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
+def prepare(spec: Spec) -> dict[str, Any]:
+    """Fill the compile cache for `spec`."""
+    device = Device(spec.device)
+    device.cap(spec.cap_mb)
+    began = time.perf_counter()
+    full = False
+    try:
+        Trainer(spec, device).step()
+        device.drain()
+    except torch.OutOfMemoryError:
+        # Forward and backward of static shapes are compiled before the first of them runs.
+        full = True
+    return {"prepare_s": time.perf_counter() - began, "out_of_memory": full}
+
+
 def measure(spec: Spec) -> dict[str, Any]:
     """Run `spec` and return the figures of one row."""
-    load, device = workload(spec.config), Device(spec.device)
-    trainer = Trainer(spec, load, device)
+    device = Device(spec.device)
+    device.cap(spec.cap_mb)
+    trainer = Trainer(spec, device)
 
     warm_s = []
     for _ in range(max(1, spec.warmup)):
@@ -250,7 +283,7 @@ def measure(spec: Spec) -> dict[str, Any]:
 def main() -> None:
     """Measure what the first argument says; print one JSON line last."""
     spec = Spec(**json.loads(sys.argv[1]))
-    figures = measure(spec)
+    figures = prepare(spec) if spec.prepare else measure(spec)
     sys.stdout.flush()
     print(json.dumps(figures))
 

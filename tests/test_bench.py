@@ -32,7 +32,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [str(BENCH), str(REPO / "examples"), *sys.path])
 
     def import_bench(name: str) -> ModuleType:
-        for module in ("_paths", "schema", "configs", "backends", "llama", name):
+        for module in ("_paths", "schema", "backends", "llama", "configs", "tasks", "workers", name):
             spec = importlib.util.find_spec(module)
             assert spec is not None, module
             if module not in sys.modules:
@@ -202,6 +202,8 @@ def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None
         "900",
         "12.0",
         "0.25",
+        "1.000 / 6.172 / 1.000",
+        "no: reserved +1,034 MB",
         "abc",
     ] in lines
     assert "- 4x256, per block, eager: MemoryError: full" in text
@@ -261,7 +263,8 @@ def test_a_failing_worker_becomes_a_status(load: Any) -> None:
     memory = load("memory")
     figures = memory.start_worker({"config": "no-such", "device": "cpu"}, dict(os.environ), 60.0)
     assert figures == {
-        "status": "ValueError: config 'no-such' is unknown; choose from cpu-tiny, 4x256, 16x1024, 8x4096"
+        "status": "ValueError: config 'no-such' is unknown; choose from cpu-tiny, 4x256, 16x1024, 8x4096, "
+        "or 70b-N[-ac], 70b-fit[-ac], vit-b16-B, gpt2-B, NAME@bB"
     }
     assert (
         memory.last_error("Traceback\n  x\ntorch.FooError: bad\n\nSet X=1 for more\n")

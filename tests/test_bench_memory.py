@@ -1,0 +1,270 @@
+"""The memory benchmarks: configs and what fits, tasks, the verdict, the search for the largest batch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+REPO = Path(__file__).resolve().parents[1]
+NAMES = ("_paths", "schema", "backends", "llama", "configs", "tasks", "workers", "readme")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmarks' modules by name; sys.path and sys.modules are as they were afterwards."""
+    monkeypatch.setattr(sys, "path", [str(REPO / "bench"), str(REPO / "examples"), *sys.path])
+    before = dict(sys.modules)
+    yield importlib.import_module
+    for name in (*NAMES, "memory", "largest_batch", "worker"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def test_names_say_what_is_trained(bench: Any) -> None:
+    configs = bench("configs")
+    large = configs.workload("70b-4-ac")
+    assert (large.llama.dim, large.llama.heads, large.llama.kv_heads, large.llama.mlp_dim) == (
+        8192,
+        64,
+        8,
+        28672,
+    )
+    assert (large.llama.layers, large.checkpoint, large.batch) == (4, True, 1)
+    assert not configs.workload("70b-4").checkpoint
+    assert configs.workload("16x1024@b9").batch == 9
+    assert configs.workload("16x1024@b9").llama == configs.workload("16x1024").llama
+    vit, gpt2 = configs.workload("vit-b16-256"), configs.workload("gpt2-8")
+    assert (vit.family, vit.batch, vit.checkpoint) == ("vit", 256, True)
+    assert (gpt2.family, gpt2.batch, gpt2.accumulate) == ("gpt2", 8, 4)
+    for wrong in ("70b-0", "vit-b16-", "gpt2-0", "16x1024@b0", "70b-2-acc", "x@b2"):
+        with pytest.raises(ValueError, match="is unknown; choose from cpu-tiny"):
+            configs.workload(wrong)
+
+
+def test_layers_that_fit_follow_from_the_parameters(bench: Any) -> None:
+    """The count used for fitting is the model's own; checkpointing fits more; a small device still one."""
+    configs, tasks = bench("configs"), bench("tasks")
+    with torch.device("meta"):
+        one, two = (tasks.Llama(configs.workload(f"70b-{n}").llama) for n in (1, 2))
+    per_layer = sum(p.numel() for p in two.parameters()) - sum(p.numel() for p in one.parameters())
+    assert per_layer == configs._LAYER_PARAMETERS_70B
+    device = 140 << 30
+    plain, checkpointed = (configs.fitting_layers(device, ac) for ac in (False, True))
+    assert plain < checkpointed
+    assert checkpointed * 8 * per_layer < device
+    assert configs.fitting_layers(1 << 30, True) == 1
+    assert configs.resolve("70b-fit-ac", device) == f"70b-{checkpointed}-ac"
+    assert configs.resolve("70b-fit@b2", device) == f"70b-{plain}@b2"
+    assert configs.resolve("4x256", None) == "4x256"
+    with pytest.raises(ValueError, match="needs a GPU to fit into"):
+        configs.resolve("70b-fit", None)
+    assert configs.prepared_by("70b-19-ac", "block") == "70b-2-ac"
+    assert configs.prepared_by("70b-19", "model") == "70b-19"
+
+
+def test_checkpointing_changes_memory_and_not_the_gradients(bench: Any) -> None:
+    """The same weights, with and without: equal losses and gradients."""
+    import dataclasses
+
+    configs, tasks = bench("configs"), bench("tasks")
+    load = configs.workload("cpu-tiny")
+    grads, losses = [], []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        task = tasks.task(dataclasses.replace(load, checkpoint=checkpoint), torch.device("cpu"), 1)
+        loss = task.loss(*task.batch())
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append([p.grad for p in task.model.parameters()])
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class _Vit(nn.Module):
+    """Stands for timm's model: blocks in a Sequential, logits at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)))
+        self.stem, self.head = nn.Linear(16, 16), nn.Linear(16, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(images.mean(1)[:, :16, :16].mean(1))))
+
+
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_vit_blocks_are_checkpointed_and_compiled(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    tasks = bench("tasks")
+    made: list[str] = []
+
+    def create_model(name: str, pretrained: bool) -> nn.Module:
+        assert not pretrained
+        made.append(name)
+        return _Vit()
+
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+    task = tasks.task(bench("configs").workload("vit-b16-2"), torch.device("cpu"), 1)
+    assert made == ["vit_base_patch16_224"]
+    assert [type(b).__name__ for b in task.model.blocks] == ["Checkpointed"] * 2
+    seen: list[torch.fx.GraphModule] = []
+
+    def count(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append(gm)
+        return gm
+
+    task.compile(scope, backend=count, dynamic=False)
+    task.loss(*task.batch()).backward()
+    assert len(seen) == 1, "one code for the model, or one for all blocks"
+    assert all(p.grad is not None for p in task.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "advice"), [("vit-b16-2", "pip install timm"), ("gpt2-2", "transformers")])
+def test_a_missing_package_is_named(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    tasks = bench("tasks")
+    for package in ("timm", "torchvision", "torchvision.models", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RuntimeError, match=advice):
+        tasks.task(bench("configs").workload(name), torch.device("cpu"), 1)
+
+
+def test_accumulated_gradients_are_those_of_one_large_batch(bench: Any) -> None:
+    """A step of four micro-batches moves the weights as one step on all of their data."""
+    worker, configs = bench("worker"), bench("configs")
+    import dataclasses
+
+    spec = worker.Spec(config="cpu-tiny", device="cpu")
+    trainer = worker.Trainer(spec, worker.Device("cpu"))
+    trainer.task.load = dataclasses.replace(configs.workload("cpu-tiny"), accumulate=4)
+    twin = worker.Trainer(spec, worker.Device("cpu"))
+    batches = [twin.task.batch() for _ in range(4)]
+    joined = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    grads: list[list[Tensor]] = []
+    for one in (trainer, twin):
+        assert one.optimizer is not None
+        one.optimizer.step = lambda model=one.task.model: grads.append(  # type: ignore[method-assign]
+            [p.grad.clone() for p in model.parameters()]
+        )
+    twin.task.batch = lambda: joined
+    trainer.step()
+    twin.step()
+    assert len(trainer.addresses) > 1
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_verdict_takes_the_larger_bound(bench: Any) -> None:
+    against = bench("readme").against
+    sizes = ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")
+
+    def judge(mine: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
+        return against(dict(zip(sizes, mine, strict=True)), dict(zip(sizes, theirs, strict=True)))
+
+    assert judge((1000, 2000, 132), (1000, 2000, 100)) == ("1.000 / 1.000 / 1.320", "yes")
+    assert judge((1000, 20201, 133), (1000, 20000, 100))[1] == "no: reserved +201 MB, device +33 MB"
+    assert judge((1, 20200, 1), (2, 20000, 1))[1] == "yes"
+    assert against({"peak_allocated_mb": 1.0}, None) == ("-", "-")
+
+
+@pytest.mark.parametrize("ways", [1, 3, 5])
+@pytest.mark.parametrize("best", [0, 1, 2, 17, 62, 63])
+def test_the_search_finds_the_largest_size(bench: Any, ways: int, best: int) -> None:
+    search = bench("largest_batch")
+    tried: list[int] = []
+
+    def fits(sizes: Sequence[int]) -> list[bool]:
+        assert len(sizes) <= ways
+        tried.extend(sizes)
+        return [size <= best for size in sizes]
+
+    assert search.largest(fits, 1, 64, ways) == best
+    assert len(set(tried)) == len(tried), "a size was tried twice"
+    assert len(tried) <= 1 + 6 * ways
+
+
+def test_a_trial_fits_with_its_graphs_or_not(bench: Any) -> None:
+    search = bench("largest_batch")
+    ok = {"status": "ok", "peak_reserved_mb": 98.0}
+    assert search.verdict(ok, 100.0)
+    assert not search.verdict({**ok, "exec_mb": 4.0}, 100.0)
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
+    assert not search.verdict({"status": full}, 100.0)
+    with pytest.raises(search.SearchError, match="ValueError: no"):
+        search.verdict({"status": "ValueError: no"}, 100.0)
+
+
+def test_the_search_writes_rows_of_the_schema(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that fits up to a size by backend stands for the real one."""
+    search, schema, readme = bench("largest_batch"), bench("schema"), bench("readme")
+
+    def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
+        batch = int(spec["config"].partition("@b")[2])
+        if spec["backend"] == "eager" and batch == 8:
+            return {"status": "RuntimeError: odd"}
+        if batch > 11:
+            return {"status": "torch.OutOfMemoryError: CUDA out of memory."}
+        return {"status": "ok", "peak_reserved_mb": 10.0 * batch, "ms_per_step": 1.0}
+
+    monkeypatch.setattr(search, "start_worker", worker)
+    arguments = ["--config", "cpu-tiny", "--backends", "eager", "pgraph", "--high", "16", "--device", "cpu"]
+    path = search.main([*arguments, "--out", str(tmp_path)])
+    eager, pgraph = schema.read(path)["rows"]
+    assert eager["status"] == "cpu-tiny@b8 by eager: RuntimeError: odd"
+    assert (pgraph["status"], pgraph["largest_batch"], pgraph["peak_reserved_mb"]) == ("ok", 11, 110.0)
+    text = readme.batch_table(schema.read(path))
+    assert [c.strip() for c in text.splitlines()[-1].split("|")[1:6]] == [
+        "cpu-tiny, per block",
+        "pgraph",
+        "4,096",
+        "11",
+        "110",
+    ]
+
+
+def test_what_is_prepared_is_compiled_once_and_never_eager(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = bench("workers")
+    started: list[dict[str, Any]] = []
+
+    def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
+        started.append(spec)
+        return {"status": "ok", "prepare_s": 1.0}
+
+    monkeypatch.setattr(workers, "start_worker", worker)
+    base = {"scope": "block", "mode": "train", "device": "cuda", "driver": "auto", "codegen": "auto"}
+    specs = [
+        {**base, "config": config, "backend": backend, "steps": 50}
+        for config in ("70b-19-ac", "70b-3-ac", "4x256")
+        for backend in ("eager", "inductor", "pgraph")
+    ]
+    lines: list[str] = []
+    workers.prepare(specs, {}, 1.0, jobs=2, device_bytes=100 << 30, tell=lines.append)
+    assert sorted((s["config"], s["backend"]) for s in started) == [
+        ("4x256", "inductor"),
+        ("4x256", "pgraph"),
+        ("70b-2-ac", "inductor"),
+        ("70b-2-ac", "pgraph"),
+    ]
+    assert all(s["prepare"] and s["cap_mb"] == 0.9 * (100 << 10) / 2 for s in started)
+    assert len(lines) == 4
+
+
+def test_a_prepared_process_compiles_and_stops(bench: Any) -> None:
+    worker = bench("worker")
+    figures = worker.prepare(worker.Spec(config="cpu-tiny", device="cpu", backend="aot_eager"))
+    assert figures["prepare_s"] > 0
+    assert not figures["out_of_memory"]
