@@ -21,6 +21,7 @@ The files, in the order in which data flows through them:
 `explanation`, `render`,  the answer as data, as text and as a page
 `timeline`
 `strict`, `sizes`         errors instead of plain running; which sizes are captured
+`peaks`                   what captures add to the framework's peak statistics
 `compat`                  PyTorch's private interfaces
 ========================  ==========================================================================
 

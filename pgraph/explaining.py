@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pgraph import compat, facts, observe, stats
+from pgraph import compat, drivers, facts, observe, stats
 from pgraph.breaks import from_log
 from pgraph.errors import OptionError
 from pgraph.explanation import Change, Explanation, PartExplanation
@@ -85,7 +85,8 @@ class _Session:
         calls = {p.graph: p.calls for p in reversed(parts)}
         found = _breaks(graphs, heard)
         changes = _changes(parts, graphs, calls, found)
-        return Explanation(parts, found, changes, tuple(between.items()), len(self._history) + 1)
+        steps = len(self._history) + 1
+        return Explanation(parts, found, changes, tuple(between.items()), steps, drivers.ghost_peaks())
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
         """Compile the program, unless its first run shows that it is compiled already.

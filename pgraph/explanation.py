@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgraph import facts, render, stats, timeline
+from pgraph.peaks import GhostPeaks
 from pgraph.reasons import Reason
 
 __all__ = ["Change", "Explanation", "PartExplanation"]
@@ -35,7 +36,7 @@ class PartExplanation:
         blocks: allocations at each launch.
         eager_peak: bytes at the peak of running the nodes one by one.
         plan_peak: bytes at the peak of a launch.
-        exec_bytes: device memory taken for all execs.
+        exec_bytes: device memory held for all execs.
         calls: in one step.
         seconds: of host time in one step, all calls together; None if it did not run.
         reasons: why it is not captured.
@@ -91,6 +92,7 @@ class Explanation:
         changes: what to change, the most rewarding first.
         uncompiled: (name, count) of the ops of one step that run outside compiled code.
         steps: how often the program was run.
+        ghost_peaks: devices whose peak statistics may be too high by what captures counted.
     """
 
     parts: tuple[PartExplanation, ...]
@@ -98,6 +100,12 @@ class Explanation:
     changes: tuple[Change, ...]
     uncompiled: tuple[tuple[str, int], ...]
     steps: int
+    ghost_peaks: tuple[GhostPeaks, ...] = ()
+
+    @property
+    def exec_bytes(self) -> int:
+        """Device memory held for all execs of all parts."""
+        return sum(p.exec_bytes for p in self.parts)
 
     @property
     def complete(self) -> bool:
@@ -145,6 +153,8 @@ class Explanation:
         return {
             "complete": self.complete,
             "steps": self.steps,
+            "exec_bytes": self.exec_bytes,
+            "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
             **{name: {"captured": part, "all": whole} for name, (part, whole) in shares.items()},
             "parts": [
                 {

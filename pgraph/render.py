@@ -57,6 +57,9 @@ def _summary(explanation: Explanation, times: bool) -> list[str]:
         f"pgraph: {verdict}" + (f", {_count(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
     ]
+    if explanation.exec_bytes:
+        lines.append(f"memory of the recordings: {explanation.exec_bytes:,} B of execs")
+    lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]
     if explanation.uncompiled:
         ops = sum(count for _, count in explanation.uncompiled)
         lines.append(f"not compiled: {_count(ops, 'op')}: {_ops(explanation.uncompiled)}")

@@ -134,6 +134,8 @@ class PartitionRunner:
     def reset(self) -> None:
         """Free everything captured; the partition starts again."""
         with self._lock:
+            for variant in self._variants.values():
+                self._release(variant)
             self._variants.clear()
             self._last = None
             self._refusals = 0
@@ -223,6 +225,14 @@ class PartitionRunner:
                 self._last = None
             if gone.launcher is not None:
                 self._sizes.evicted()
+            self._release(gone)
+
+    def _release(self, variant: Variant) -> None:
+        """Let its execs go: they are freed with their last reference (Note [Freed by reference])."""
+        with self._lock:
+            if variant.built is not None:
+                self.stats.released(variant.built)
+            variant.built = variant.launcher = variant.call = None
 
     def _capture(self, variant: Variant, args: Sequence[Any]) -> None:
         kept = frozenset(i for i, (position, *_) in enumerate(variant.tensors) if position in self._static)
@@ -261,7 +271,7 @@ class PartitionRunner:
             log.info("%s could not be captured yet: %s", self.name, error)
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
-        variant.built = variant.launcher = variant.call = None
+        self._release(variant)
         variant.reason = reason
         self._refusals += 1
         told = self.stats.reason is not None and self.stats.reason.code == reason.code

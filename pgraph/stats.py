@@ -9,6 +9,8 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
+from pgraph import drivers
+from pgraph.peaks import GhostPeaks
 from pgraph.reasons import Reason
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class PartitionStats:
         nodes: graph nodes over all templates.
         slots: words that are rebound, over all templates.
         chunks: execs.
-        exec_bytes: device memory the driver took for the execs.
+        exec_bytes: device memory that the driver holds for the execs that there are now.
         capture_s: seconds spent capturing, matching, planning and instantiating.
         launches: calls served by a launch.
         rewritten_nodes: nodes set, over all launches.
@@ -73,6 +75,10 @@ class PartitionStats:
         self.chunks += len(built.execs)
         self.exec_bytes += sum(e.nbytes for e in built.execs)
         self.capture_s += built.seconds
+
+    def released(self, built: Built) -> None:
+        """Its execs are let go (evicted, reset, refused)."""
+        self.exec_bytes -= sum(e.nbytes for e in built.execs)
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
@@ -114,9 +120,11 @@ class Report:
 
     Args:
         parts: in the order of the graphs, and of the parts in each.
+        ghost_peaks: devices whose peak statistics may be too high by what captures counted.
     """
 
     parts: tuple[PartitionStats, ...]
+    ghost_peaks: tuple[GhostPeaks, ...] = ()
 
     @property
     def partitions(self) -> tuple[PartitionStats, ...]:
@@ -165,10 +173,11 @@ class Report:
         return sum(p.reason is not None for p in self.parts)
 
     def summary(self) -> str:
-        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks."""
+        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, memory of the execs."""
         return (
             f"pgraph: {self.captures} captures, {self.nodes} nodes, {self.slots} slots, "
             f"{self.launches} launches, {self.rewritten_nodes} nodes rewritten, {self.fallbacks} fallbacks"
+            f"{_of_execs(self.exec_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,20 +186,25 @@ class Report:
         return {
             **{name: getattr(self, name) for name in totals},
             "capture_s": self.capture_s,
+            "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
             "parts": [p.to_dict() for p in self.parts],
         }
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
         for p in self.parts:
             if not p.facts.safe:
                 lines.append(f"  {p.name}: runs plainly")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
             what = f"{p.captures} captures, {p.nodes} nodes in {p.chunks} chunks, {p.slots} slots, "
-            what += f"{p.launches} launches, {p.plain_runs} plain runs"
+            what += f"{p.launches} launches, {p.plain_runs} plain runs{_of_execs(p.exec_bytes)}"
             lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
         return "\n".join(lines)
+
+
+def _of_execs(nbytes: int) -> str:
+    return f", {nbytes:,} B of execs" if nbytes else ""
 
 
 def register(part: PartitionRunner | PlainPart) -> None:
@@ -215,4 +229,4 @@ def forget() -> None:
 
 def report() -> Report:
     """Counters of this process, now."""
-    return Report(tuple(part.stats for part in live_parts()))
+    return Report(tuple(part.stats for part in live_parts()), drivers.ghost_peaks())

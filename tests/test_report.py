@@ -47,9 +47,9 @@ class TestTexts(expecttest.TestCase):
         self.assertExpectedInline(
             numbered(str(pgraph.report())),
             """\
-pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks
-  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs
-  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs""",
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks, 248 B of execs
+  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs, 96 B of execs
+  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs, 152 B of execs""",
         )
 
     def test_a_report_with_reasons(self) -> None:

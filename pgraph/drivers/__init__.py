@@ -9,9 +9,10 @@ import torch
 
 from pgraph.drivers.base import Driver
 from pgraph.errors import DriverError
+from pgraph.peaks import GhostPeaks
 from pgraph.reasons import Reason
 
-__all__ = ["NOT_ON_A_DEVICE", "choose", "close_all"]
+__all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,13 @@ def _notice_once() -> None:
             "pgraph has nothing to capture for CPU tensors: they run plainly "
             "(options={'driver': 'host'} tries the mechanism on the CPU)"
         )
+
+
+def ghost_peaks() -> tuple[GhostPeaks, ...]:
+    """What captures may have added to the peak statistics, for the devices where they have."""
+    with _lock:
+        found = [driver.ghost_peaks() for driver in _drivers.values()]
+    return tuple(peaks for peaks in found if peaks is not None)
 
 
 def close_all() -> None:

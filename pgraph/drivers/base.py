@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from pgraph.match import RangeMap
+from pgraph.peaks import GhostPeaks
 from pgraph.template import NodeRecord, Slot
 
 __all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "NativeCalls", "Session"]
@@ -255,6 +256,10 @@ class Driver(abc.ABC):
 
     def native_calls(self) -> NativeCalls | None:
         """What a launch in C needs; None where there is none."""
+        return None
+
+    def ghost_peaks(self) -> GhostPeaks | None:
+        """What captures may have added to the device's peak statistics; None if nothing."""
         return None
 
     @abc.abstractmethod

@@ -40,12 +40,13 @@ from cuda.bindings import driver as cu
 
 from pgraph import native
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
-from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace
+from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
 from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
 from pgraph.native import address_of
+from pgraph.peaks import GhostPeaks, PeakLedger
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
 
@@ -137,6 +138,7 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
+        self._ledger = PeakLedger()
 
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         return _CAPTURE_LOCK
@@ -158,6 +160,8 @@ class CudaDriver(Driver):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
             stack.enter_context(allocator_trace())
+            stack.enter_context(unlimited(self.device))
+            stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
             session = CudaSession(arena, stream, pools)
@@ -201,6 +205,23 @@ class CudaDriver(Driver):
 
     def native_calls(self) -> NativeCalls | None:
         return _native_calls(self.device.index)
+
+    def ghost_peaks(self) -> GhostPeaks | None:
+        allocated, reserved = self._ledger.excess(*self._peaks())
+        return GhostPeaks(str(self.device), allocated, reserved) if allocated or reserved else None
+
+    def _peaks(self) -> tuple[int, int]:
+        numbers = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return tuple(numbers[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
+
+    @contextlib.contextmanager
+    def _peaks_noted(self) -> Iterator[None]:
+        """See Note [Ghosts in the statistics] in `pgraph.peaks`."""
+        self._ledger.before(*self._peaks())
+        try:
+            yield
+        finally:
+            self._ledger.after(*self._peaks())
 
     def close(self) -> None:
         if self._raw_stream is not None:

@@ -22,7 +22,7 @@ from pgraph.drivers.base import ALIGNMENT, Arena, HiddenAllocation
 from pgraph.drivers.cuda_nodes import check
 from pgraph.errors import DriverError
 
-__all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace"]
+__all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace", "unlimited"]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
@@ -247,6 +247,27 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         pool = self._pools[-1]
         torch._C._cuda_endAllocateToPool(self._arena.device.index, pool.id)
         torch._C._cuda_releasePool(self._arena.device.index, pool.id)
+
+
+@contextlib.contextmanager
+def unlimited(device: torch.device) -> Iterator[None]:
+    """Lift the share of the device that the process may allocate, as far as it can be lifted.
+
+    Note [Ghosts and the memory fraction]
+    The caching allocator counts ghosts against `set_per_process_memory_fraction`, though they take no
+    memory: near the limit a capture would fail. Worse, it would first have the allocator free its
+    cached blocks, which a stream that is being captured does not survive. What other threads allocate
+    meanwhile is not limited either, for the few milliseconds that a capture takes.
+    """
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1.0:  # also if it was never set; setting it would switch the check on
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 # -- the allocator's own log --------------------------------------------------------------------

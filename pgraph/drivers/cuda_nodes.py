@@ -336,6 +336,16 @@ class CudaGraph:
             check(cu.cuGraphDestroy(self.graph))
 
 
+def _outside_allocator() -> int:
+    """Bytes in use on the current device, less those that PyTorch's allocator holds.
+
+    Two readings tell what the driver took in between, whatever other threads allocated meanwhile through
+    PyTorch. What other processes do on the device remains in it; nothing tells a process's own share.
+    """
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 class CudaExec(Exec):
     """An instantiated range of a captured graph, with its own parameter memory."""
 
@@ -346,9 +356,9 @@ class CudaExec(Exec):
         self._source, handles = (
             (graph, graph.chain) if (first, last) == (0, len(graph.chain)) else graph.cut(first, last)
         )
-        before = torch.cuda.mem_get_info()[0]
+        before = _outside_allocator()
         (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
-        self.nbytes = max(0, before - torch.cuda.mem_get_info()[0])
+        self.nbytes = max(0, _outside_allocator() - before)
         (self._ctx,) = check(cu.cuCtxGetCurrent())
         self._layout(handles, nodes[first:last], slots, first)
         library = native.load()

@@ -17,6 +17,7 @@ from gpu_helpers import (
     explain,
     finish,
     index,
+    partitions,
     python,
     randn,
     same_bits,
@@ -200,6 +201,123 @@ def test_users_memory_history_goes_on_and_disturbs_no_capture() -> None:
         torch.cuda.memory._record_memory_history(None)
     temporaries = [sum(r.kind == "temp" for r in b.template.regions) for b in built()]
     assert max(temporaries) < 20, f"ranges of other captures were taken for this one's: {temporaries}"
+
+
+_UNDER_A_CAP = """
+import torch
+import gpu_helpers as h
+MB = 1 << 20
+total = torch.cuda.get_device_properties(0).total_memory
+allowed = 8192 * MB
+torch.cuda.set_per_process_memory_fraction(allowed / total)
+
+def fn(x):  # each op's result takes a segment of 20 MB in the ghost pool; eagerly two of them are alive
+    for k in range(60):
+        x = torch.cumsum(x, dim=k % 2) * 0.01
+    return x
+
+compiled = h.compile_pgraph(fn, codegen="aten")
+x = h.randn(640, 1024)
+want = fn(x)
+compiled(x)  # the warm-up
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+filler = torch.empty(int(0.99 * allowed) - torch.cuda.memory_reserved(), dtype=torch.uint8, device=h.DEVICE)
+filler.zero_()
+assert torch.cuda.memory_reserved() >= 0.985 * allowed
+share = torch.cuda.get_per_process_memory_fraction()
+for _ in range(3):
+    assert h.same_bits(compiled(x), want), h.explain()
+h.assert_launched(3)
+assert torch.cuda.get_per_process_memory_fraction() == share, "the limit is not what it was"
+torch.cuda.synchronize()
+assert torch.cuda.memory_reserved() <= allowed
+import pgraph
+(ghosts,) = pgraph.report().ghost_peaks
+assert ghosts.reserved > 0.02 * allowed, f"{ghosts}: the capture would have fitted anyway"
+try:
+    torch.empty(allowed // 20, dtype=torch.uint8, device=h.DEVICE)
+except torch.OutOfMemoryError:
+    print("RIGHT")
+"""
+
+
+def test_capture_with_99_percent_of_the_allowed_memory_taken() -> None:
+    """Ghosts do not count against the program's limit, and the limit stands afterwards."""
+    output = finish(python(_UNDER_A_CAP))
+    assert "RIGHT" in output, output
+
+
+def test_the_report_tells_what_ghosts_add_to_the_peaks() -> None:
+    """Many results inside ops, few alive at once: the peaks rise at the capture by what is reported."""
+
+    def fn(x: Tensor) -> Tensor:
+        for k in range(20):
+            x = torch.cumsum(x, dim=k % 2) * 0.01
+        return x
+
+    compiled = compile_pgraph(fn, codegen="aten")
+    x = randn(640, 1024)
+    for _ in range(2):  # a peak of the program's own, which no ghost is in
+        fn(x)
+    compiled(x)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fn(x)
+    own = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    compiled(x)  # captures
+    shown = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    assert_launched(1)
+    assert shown[0] > own[0] + 20 * MB, f"{own}, then {shown}: the capture shows nowhere{explain()}"
+    (ghosts,) = pgraph.report().ghost_peaks
+    assert (shown[0] - ghosts.allocated, shown[1] - ghosts.reserved) == own, f"{own}, {shown}, {ghosts}"
+    assert str(ghosts) in str(pgraph.report())
+    torch.cuda.reset_peak_memory_stats()
+    assert pgraph.report().ghost_peaks == ()
+    compiled(x)
+    assert torch.cuda.max_memory_allocated() <= own[0] + MB, explain()
+
+
+def test_device_memory_of_execs_returns() -> None:
+    """What the driver took for thousands of nodes is counted, and comes back at a reset."""
+
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(4000):
+            x = x + 1
+        return x
+
+    compiled = compile_pgraph(fn, codegen="aten")
+    compiled(randn(64))
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    compiled(randn(64))
+    assert_launched(1)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = before - torch.cuda.mem_get_info()[0]
+    counted = sum(p.exec_bytes for p in partitions())
+    assert counted > 2 * MB, f"{counted} B for 4,000 nodes{explain()}"
+    assert abs(held - counted) <= 6 * MB, f"{held} B are gone, {counted} B were counted{explain()}"
+    pgraph.reset()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert sum(p.exec_bytes for p in partitions()) == 0
+    # The driver keeps a part of what it frees for the next exec: not all of it comes back at once.
+    freed = torch.cuda.mem_get_info()[0] - (before - held)
+    free_before_second = torch.cuda.mem_get_info()[0]
+    for _ in range(2):
+        compiled(randn(64))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    taken_again = free_before_second - torch.cuda.mem_get_info()[0]
+    assert taken_again <= freed + 2 * MB, (
+        f"{held} B at first, {freed} B came back, {taken_again} B taken again"
+    )
 
 
 _EXPANDABLE = """
