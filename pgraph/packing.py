@@ -103,27 +103,31 @@ class _Idle:
     def add(self, size: int, start: int, end: int, lane: int, offset: int) -> None:
         if size > 0 and end > start:
             level = (start ^ (end - 1)).bit_length()
-            bucket = self._buckets.setdefault((start >> level) << 6 | level, [])
-            insort(bucket, (size, -end, start, lane, offset))
+            place = (start >> level) << 6 | level
+            bucket = self._buckets.get(place)
+            if bucket is None:
+                self._buckets[place] = [(size, -end, start, lane, offset)]
+            else:
+                insort(bucket, (size, -end, start, lane, offset))
 
     def take(self, size: int, start: int, end: int) -> tuple[int, int] | None:
         """Best fit of `size` bytes over nodes ``[start, end)``: its ``(lane, offset)``, or None."""
         best: tuple[int, int, int, int, int] | None = None
         home: list[tuple[int, int, int, int, int]] = []
-        at = 0
+        at, room = 0, 1 << 62  # of the best so far
+        buckets, key, minus_end = self._buckets, (size,), -end
         for level in range((start ^ (end - 1)).bit_length(), self._top + 1):
-            bucket = self._buckets.get((start >> level) << 6 | level)
-            if not bucket:
+            bucket = buckets.get((start >> level) << 6 | level)
+            if not bucket or bucket[-1] < key:
                 continue
-            first = bisect_left(bucket, (size,))
-            for i in range(first, min(first + _SCAN, len(bucket))):
-                found = bucket[i]
-                if best is not None and found[0] >= best[0]:
+            first = bisect_left(bucket, key)
+            for i, found in enumerate(bucket[first : first + _SCAN], first):
+                if found[0] >= room:
                     break
-                if found[2] <= start and -found[1] >= end:
-                    best, home, at = found, bucket, i
+                if found[2] <= start and found[1] <= minus_end:
+                    best, home, at, room = found, bucket, i, found[0]
                     break
-            if best is not None and best[0] == size:
+            if room == size:
                 break
         if best is None:
             return None
@@ -174,6 +178,19 @@ class Chain:
             self.alive[k] += self.alive[k - 1]
         for k in range(n):
             self.carried[k] = self.alive[k] - sum(self.size[r] for r in self.births[k])
+        self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
+
+    def packed(self, a: int, b: int) -> Packed:
+        """The packing of chunk ``[a, b)``; the search for cuts has usually made it already."""
+        end, found = self._found.get(a, (-1, None))
+        return found if found is not None and end == b else self.pack(a, b, None)
+
+    def _fits(self, a: int, b: int, limit: int) -> bool:
+        packed = self.pack(a, b, limit)
+        if packed.held > limit:
+            return False
+        self._found[a] = (b, packed)
+        return True
 
     def pack(self, a: int, b: int, limit: int | None) -> Packed:
         """Place all that is born in chunk ``[a, b)``.
@@ -258,15 +275,15 @@ class Chain:
         while most < ahead and self.alive[most] <= room:
             most += 1
         if self.n <= EXHAUSTIVE_NODES:
-            further = [b for b in range(most, sure, -1) if self.pack(a, b, limit).held <= limit]
+            further = [b for b in range(most, sure, -1) if self._fits(a, b, limit)]
             return further + list(range(sure, a, -1))
-        if most == self.n and self.pack(a, most, limit).held <= limit:
+        if most == self.n and self._fits(a, most, limit):
             return [most]
         step = sure - a
         beyond = most if most == self.n else most + 1  # the nearest end known or taken not to fit
         while beyond - sure > max(1, (sure - a) // 32):
             middle = min(sure + step, (sure + beyond) // 2)
-            if self.pack(a, middle, limit).held <= limit:
+            if self._fits(a, middle, limit):
                 sure, step = middle, 2 * step
             else:
                 beyond = middle

@@ -4,7 +4,19 @@ A captured graph is a chain of nodes. Launched as one piece, every input would d
 output be born early; cut into *chunks*, each its own exec, memory is allocated before a chunk and
 freed after it. The planner cuts as rarely as the eager peak allows.
 
-How regions share blocks, why greedy cuts are the fewest, and what it costs: `pgraph.packing`.
+The algorithm, for n nodes and r regions:
+
+1. Index births, deaths and releases by node, and sum up what is alive at each: O(n + r log r). The
+   largest sum is the eager peak; the limit is that plus the slack.
+2. From node 0, find the furthest end whose chunk can be packed within the limit, cut there, and go
+   on from the cut. Ends are found by galloping, and a packing is given up once it passes the limit,
+   so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
+   (Up to `pgraph.packing.EXHAUSTIVE_NODES` nodes all ends are searched: the count is the minimum.)
+3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
+   say after which chunk each is freed and each input released: O(n + r log r).
+
+20,000 nodes with 30,000 regions take about a second. How regions share blocks within a chunk, and
+why greedy cuts are never more than the fewest of the rule behind them: `pgraph.packing`.
 """
 
 from __future__ import annotations
@@ -193,7 +205,7 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     tenants: list[list[int]] = []
     chunks: list[Chunk] = []
     for a, b in itertools.pairwise(cuts):
-        packed = chain.pack(a, b, None)
+        packed = chain.packed(a, b)
         opened = [lane for lane in packed.lanes if lane.owner < 0]
         opened.sort(key=lambda lane: min(lane.tenants))
         fresh = {id(lane): len(sizes) + i for i, lane in enumerate(opened)}

@@ -256,7 +256,7 @@ def test_the_report_tells_what_ghosts_add_to_the_peaks() -> None:
             x = torch.cumsum(x, dim=k % 2) * 0.01
         return x
 
-    compiled = compile_pgraph(fn, codegen="aten")
+    compiled = compile_pgraph(fn, codegen="aten", memory_slack_mb=0)
     x = randn(640, 1024)
     for _ in range(2):  # a peak of the program's own, which no ghost is in
         fn(x)
@@ -277,14 +277,14 @@ def test_the_report_tells_what_ghosts_add_to_the_peaks() -> None:
     torch.cuda.reset_peak_memory_stats()
     assert pgraph.report().ghost_peaks == ()
     compiled(x)
-    assert torch.cuda.max_memory_allocated() <= own[0] + MB, explain()
+    assert torch.cuda.max_memory_allocated() <= own[0] + 4 * MB, explain()
 
 
 def test_device_memory_of_execs_returns() -> None:
     """What the driver took for thousands of nodes is counted, and comes back at a reset."""
 
     def fn(x: Tensor) -> Tensor:
-        for _ in range(4000):
+        for _ in range(3000):
             x = x + 1
         return x
 
@@ -301,8 +301,8 @@ def test_device_memory_of_execs_returns() -> None:
     torch.cuda.empty_cache()
     held = before - torch.cuda.mem_get_info()[0]
     counted = sum(p.exec_bytes for p in partitions())
-    assert counted > 2 * MB, f"{counted} B for 4,000 nodes{explain()}"
-    assert abs(held - counted) <= 6 * MB, f"{held} B are gone, {counted} B were counted{explain()}"
+    assert counted > 4 * MB, f"{counted} B for 3,000 nodes{explain()}"
+    assert abs(held - counted) <= 4 * MB, f"{held} B are gone, {counted} B were counted{explain()}"
     pgraph.reset()
     gc.collect()
     torch.cuda.synchronize()
