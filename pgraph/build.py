@@ -75,7 +75,8 @@ def build(
             framework=driver.framework_ranges(),
             constants=RangeMap([_storage(t) for t in constants]),
         )
-        template = _template(first, second, slots, kept_inputs, slack_bytes)
+        shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+        template = _template(first, second, slots, kept_inputs, shared, slack_bytes)
         execs = tuple(
             driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
             for chunk in template.plan.chunks
@@ -91,8 +92,21 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage.data_ptr(), storage.nbytes(), 0
 
 
+def _shared(inputs: Sequence[torch.Tensor]) -> list[int]:
+    """For each input the first one in the same storage: autograd saves a tensor and its alias as two."""
+    first: dict[int, int] = {}
+    # Empty storages have no address and share nothing.
+    addresses = [t.untyped_storage().data_ptr() or -i for i, t in enumerate(inputs, 1)]
+    return [first.setdefault(address, i) for i, address in enumerate(addresses)]
+
+
 def _template(
-    a: Recording, b: Recording, slots: tuple[Slot, ...], kept_inputs: frozenset[int], slack_bytes: int
+    a: Recording,
+    b: Recording,
+    slots: tuple[Slot, ...],
+    kept_inputs: frozenset[int],
+    shared: Sequence[int],
+    slack_bytes: int,
 ) -> Template:
     n = len(a.nodes)
     returned = {o.region for o in a.outputs if o.region is not None}
@@ -107,15 +121,24 @@ def _template(
             regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
-    plan = _plan(n, regions, slots, slack_bytes)
+    plan = _plan(n, regions, slots, shared, slack_bytes)
     return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
 
-def _plan(n: int, regions: Sequence[Region], slots: tuple[Slot, ...], slack_bytes: int) -> Plan:
+def _plan(
+    n: int, regions: Sequence[Region], slots: tuple[Slot, ...], shared: Sequence[int], slack_bytes: int
+) -> Plan:
+    # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
+    # later calls: that concerns how well the memory is planned, not what is right.
+    last = {first: i for i, first in sorted(enumerate(shared), key=lambda pair: regions[pair[0]].death)}
+    largest: dict[int, int] = {}
+    for i, first in enumerate(shared):
+        largest[first] = max(largest.get(first, 0), regions[i].nbytes)
+    held = {i: largest[first] if last[first] == i else 0 for i, first in enumerate(shared)}
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
     lifetimes = [
-        Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind)
+        Lifetime(r.index, held.get(r.index, r.nbytes), r.birth, r.death, r.kind)
         for r in regions
         if r.kind != "temp" or r.index in named
     ]
