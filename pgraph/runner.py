@@ -88,9 +88,10 @@ class PartitionRunner:
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         variant = self._last
-        if variant is not None and variant.call is not None:
+        call = variant.call if variant is not None else None  # once: an eviction may take it away
+        if call is not None and variant is not None:
             try:
-                done = variant.call(args)
+                done = call(args)
             except (LaunchError, DriverError) as e:
                 return self._failed(variant, args, e)
             if done is not None:
