@@ -153,13 +153,13 @@ backward 2
   part 0: captured, 2 device ops
     ops: aten::nll_loss_backward, aten::_log_softmax_backward_data
     1 capture: 2 kernels; slots 5 input, 1 output, 2 temp; 88 B of execs
-    plan: 1 chunk, 2 blocks, peak 3,584 B, eager 3,072 B
+    plan: 1 chunk, 2 blocks, peak 3,072 B, eager 2,560 B
 
 backward 3
   part 0: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
-    plan: 1 chunk, 16 blocks, peak 112,128 B, eager 69,120 B
+    plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
 """,
     )
 
@@ -203,7 +203,7 @@ backward 1
   part 1: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
-    plan: 1 chunk, 16 blocks, peak 112,640 B, eager 69,120 B
+    plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
 """,
     )
 
@@ -231,7 +231,7 @@ backward 1
   part 0: captured, 30 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 7 kinds more
     1 capture: 30 kernels; slots 32 input, 13 output, 57 temp; 1,072 B of execs
-    plan: 1 chunk, 16 blocks, peak 114,176 B, eager 69,120 B
+    plan: 1 chunk, 16 blocks, peak 104,960 B, eager 60,416 B
 """,
     )
 
