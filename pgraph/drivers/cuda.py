@@ -271,9 +271,11 @@ def instances(cls: type) -> list[Any]:
     By the set of their types: a large program holds a million objects, and this is asked at each capture.
     (isinstance() would also ask weak proxies, whose objects may be gone.)
     """
-    kinds, fresh = {cls}, [cls]
+    kinds: set[type] = {cls}
+    fresh: list[type] = [cls]
     while fresh:
-        fresh = [kind for known in fresh for kind in type.__subclasses__(known) if kind not in kinds]
+        below = [kind for known in fresh for kind in type.__subclasses__(known)]
+        fresh = [kind for kind in below if kind not in kinds]
         kinds.update(fresh)
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
