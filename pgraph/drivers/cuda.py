@@ -274,7 +274,9 @@ def instances(cls: type) -> list[Any]:
     kinds: set[type] = {cls}
     fresh: list[type] = [cls]
     while fresh:
-        below = [kind for known in fresh for kind in type.__subclasses__(known)]
+        below: list[type] = []
+        for known in fresh:
+            below += type.__subclasses__(known)
         fresh = [kind for kind in below if kind not in kinds]
         kinds.update(fresh)
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
