@@ -61,7 +61,7 @@ class Entry:
 
 
 def parse(text: str) -> list[Entry]:
-    """Entries of a named plan, or the one that a text like ``flavor=8B,layers=24,expandable`` describes.
+    """Entries of a named plan, or the one that a text like ``flavor=8B,layers=22,expandable`` describes.
 
     Raises:
         PlanError: a key or value is not known.
@@ -111,9 +111,9 @@ _TWO = ("inductor", "pgraph")
 PLANS: dict[str, tuple[Entry, ...]] = {
     # The order is that of importance: what time runs out on is least missed.
     "gpu1": (
-        Entry(flavor="8B", layers=24, backends=_THREE, **_BIG),
+        Entry(flavor="8B", layers=22, backends=_THREE, **_BIG),
         Entry(batch=1),
-        Entry(flavor="8B", layers=24, expandable=True, backends=_TWO, **_BIG),
+        Entry(flavor="8B", layers=22, expandable=True, backends=_TWO, **_BIG),
     ),
     "gpu2": (
         Entry(gpus=2, batch=8),

@@ -105,3 +105,24 @@ def test_closing_drivers_is_not_the_end() -> None:
     with launching():
         x = torch.randn(4)
         same(compiled(x), fn(x))
+
+
+def test_living_objects_of_a_class_are_found() -> None:
+    """What keeps a capture from freeing another graph's workspace: subclasses count, dead objects do not."""
+    pytest.importorskip("cuda.bindings.driver")
+    from pgraph.drivers.cuda import instances
+
+    class Base:
+        pass
+
+    class Derived(Base):
+        pass
+
+    class Further(Derived):
+        pass
+
+    held = [Base(), Derived(), Further()]
+    assert {id(thing) for thing in instances(Base)} == {id(thing) for thing in held}
+    assert instances(Further) == held[2:]
+    del held[0]
+    assert len(instances(Base)) == 2

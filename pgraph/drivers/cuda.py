@@ -31,6 +31,7 @@ import dataclasses
 import gc
 import logging
 import pathlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -276,10 +277,10 @@ def _refuse_foreign_graphs() -> None:
     Raises:
         CaptureError: the program holds CUDA graphs that it captured by itself.
     """
-    things = gc.get_objects()
-    # By type(), not isinstance(): that would ask weak proxies, whose objects may be gone.
-    of_trees = {id(t.graph) for t in things if type(t).__name__ == "CUDAGraphNode" and hasattr(t, "graph")}
-    foreign = sum(issubclass(type(t), torch.cuda.CUDAGraph) and id(t) not in of_trees for t in things)
+    node = getattr(sys.modules.get("torch._inductor.cudagraph_trees"), "CUDAGraphNode", None)
+    graphs = instances(torch.cuda.CUDAGraph)
+    of_trees = {id(getattr(n, "graph", None)) for n in instances(node)} if graphs and node else set()
+    foreign = sum(id(graph) not in of_trees for graph in graphs)
     if foreign:
         raise CaptureError(
             Reason(
@@ -290,6 +291,23 @@ def _refuse_foreign_graphs() -> None:
                 "call pgraph.reset()",
             )
         )
+
+
+def instances(cls: type) -> list[Any]:
+    """All living objects of a class and of its subclasses.
+
+    By the set of their types: a large program holds a million objects, and this is asked at each capture.
+    (isinstance() would also ask weak proxies, whose objects may be gone.)
+    """
+    kinds: set[type] = {cls}
+    fresh: list[type] = [cls]
+    while fresh:
+        below: list[type] = []
+        for known in fresh:
+            below += type.__subclasses__(known)
+        fresh = [kind for kind in below if kind not in kinds]
+        kinds.update(fresh)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def _clear_last_error() -> None:
