@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pgraph import observe, stats, strict
+from pgraph import compat, observe, stats, strict
 from pgraph.build import build
 from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
@@ -29,6 +29,7 @@ from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
+from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Template
@@ -70,6 +71,7 @@ class PartitionRunner:
         dimensions: tuple[Dimension, ...] = (),
     ) -> None:
         self.name = facts.name
+        self._label = facts.label
         self.stats = stats.PartitionStats(facts.name, facts)
         self._sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._plain = plain
@@ -111,7 +113,10 @@ class PartitionRunner:
             inputs.append(args[position])
             args[position] = None
         try:
-            results, rewritten = launcher(inputs, addresses)
+            if compat.profiling():
+                results, rewritten = in_range("launch", self._label, launcher, inputs, addresses)
+            else:
+                results, rewritten = launcher(inputs, addresses)
         except (LaunchError, DriverError) as e:
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
@@ -157,7 +162,10 @@ class PartitionRunner:
         return self._run_plainly(args, None)
 
     def _run_plainly(self, args: list[Any], variant: Variant | None) -> Any:
-        result = self._plain(args)
+        if compat.profiling():
+            result = in_range("plain", self._label, self._plain, args)
+        else:
+            result = self._plain(args)
         self.stats.plain_runs += 1
         if variant is not None:
             variant.runs += 1
@@ -178,7 +186,10 @@ class PartitionRunner:
                     return None
                 variant = self._variant(args)
             if variant.state is State.WARM and self._due(variant):
-                self._capture(variant, args)
+                if compat.profiling():
+                    in_range("capture", self._label, self._capture, variant, args)
+                else:
+                    self._capture(variant, args)
             self._insist(variant.reason)
             if variant.launcher is not None:
                 self._last = variant
