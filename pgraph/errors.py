@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from pgraph.reasons import Reason
 
@@ -17,10 +19,12 @@ __all__ = [
     "DriverError",
     "FullCaptureError",
     "LaunchError",
+    "LaunchMemoryError",
     "MatchError",
     "OptionError",
     "PgraphError",
     "PlanError",
+    "may_pass",
 ]
 
 
@@ -38,6 +42,10 @@ class DriverError(PgraphError, RuntimeError):
 
 class LaunchError(PgraphError, RuntimeError):
     """A launch could not be carried out; nothing of its partition has run on the device."""
+
+
+class LaunchMemoryError(LaunchError):
+    """There was no memory for what a launch allocates; nothing of its partition has run on the device."""
 
 
 class PlanError(PgraphError, ValueError):
@@ -61,3 +69,14 @@ class MatchError(_Refused):
 
 class FullCaptureError(PgraphError, RuntimeError):
     """`require_full_capture` is set and part of the model stays outside every graph."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a failure says something of the moment (no memory, a driver call) and not of the op.
+
+    Libraries and generated code report a want of memory in other types, so their text is read.
+    """
+    if isinstance(error, DriverError | torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)

@@ -60,7 +60,7 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 def _stack(node: Node) -> list[tuple[str, str]]:
     """(path, class) of the modules around a node, outermost first."""
-    entries = next((node.meta[key] for key in _STACKS if node.meta.get(key)), {})
+    entries: dict[str, Any] = next((node.meta[key] for key in _STACKS if node.meta.get(key)), {})
     # The path begins with the variable that holds the compiled module: L['self'].layers.3
     return [
         (re.sub(r"^L\['\w+'\]\.?", "", str(path)), getattr(module, "__name__", str(module)))

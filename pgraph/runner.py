@@ -23,7 +23,14 @@ import torch
 from pgraph import compat, observe, stats, strict
 from pgraph.build import build
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
+from pgraph.errors import (
+    CaptureError,
+    DriverError,
+    LaunchError,
+    LaunchMemoryError,
+    MatchError,
+    may_pass,
+)
 from pgraph.facts import PartFacts
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
@@ -42,6 +49,8 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
 Boxed = Callable[[list[Any]], Any]
+
+_LAUNCH_ERRORS = (LaunchError, DriverError, torch.OutOfMemoryError)
 
 
 class PartitionRunner:
@@ -82,7 +91,8 @@ class PartitionRunner:
         self._static = static
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._last: Variant | None = None
-        self._refusals = 0
+        self._refusals = self._failures = 0
+        self._short = False
         self._lock = threading.RLock()
         stats.register(self)
 
@@ -90,17 +100,25 @@ class PartitionRunner:
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         variant = self._last
-        call = variant.call if variant is not None else None  # once: an eviction may take it away
-        if call is not None and variant is not None:
+        # Once: an eviction may take them away.
+        call, launcher = (variant.call, variant.launcher) if variant is not None else (None, None)
+        if variant is not None and call is not None:
+            done, failed = None, False
             try:
-                done = call(args)
-            except (LaunchError, DriverError) as e:
-                return self._failed(variant, args, e)
+                if not compat.profiling():
+                    done = call(args)
+                elif variant.addresses(args) is not None:
+                    done = in_range("launch", self._label, call, args)
+            except _LAUNCH_ERRORS as e:
+                self._failed(variant, _before_all(e, launcher, args))
+                failed = True
+            if failed:  # not in the handler: the error's frames hold memory
+                self._insist(variant.reason)
+                return self._run_plainly(args, None)
             if done is not None:
                 self.stats.launches += 1
                 self.stats.rewritten_nodes += done[1]
                 return done[0]
-        launcher = variant.launcher if variant is not None else None
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if addresses is None:
             variant = self._choose(args)
@@ -108,6 +126,7 @@ class PartitionRunner:
             addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if launcher is None or addresses is None or self._driver.is_capturing():
             return self._run_plainly(args, variant)
+        assert variant is not None
         inputs = []
         for position in launcher.positions:
             inputs.append(args[position])
@@ -117,14 +136,16 @@ class PartitionRunner:
                 results, rewritten = in_range("launch", self._label, launcher, inputs, addresses)
             else:
                 results, rewritten = launcher(inputs, addresses)
-        except (LaunchError, DriverError) as e:
+        except _LAUNCH_ERRORS as e:
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
-            assert variant is not None
-            return self._failed(variant, args, e)
-        self.stats.launches += 1
-        self.stats.rewritten_nodes += rewritten
-        return results
+            self._failed(variant, e)
+        else:
+            self.stats.launches += 1
+            self.stats.rewritten_nodes += rewritten
+            return results
+        self._insist(variant.reason)
+        return self._run_plainly(args, None)  # not in the handler: the error's frames hold memory
 
     def variants(self) -> list[Variant]:
         """All variants, least recently used first."""
@@ -144,22 +165,25 @@ class PartitionRunner:
                 self._release(variant)
             self._variants.clear()
             self._last = None
-            self._refusals = 0
+            self._refusals = self._failures = 0
             self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
 
-    def _failed(self, variant: Variant, args: list[Any], error: LaunchError | DriverError) -> Any:
-        """A launch failed: run plainly, and from now on.
+    def _failed(self, variant: Variant, error: Exception) -> None:
+        """A launch failed: run plainly, and from now on if it was not for want of memory.
 
         Raises:
-            DriverError: `error` itself, if a part of the partition has run already.
+            DriverError, torch.OutOfMemoryError: `error` itself, if a part of the partition has run already.
         """
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if isinstance(error, LaunchMemoryError):
+            self._short_of_memory(error)
+            return
         self._refuse(variant, _launch_failed(error))
         if isinstance(error, DriverError):
             raise error
-        self._insist(variant.reason)
-        return self._run_plainly(args, None)
 
     def _run_plainly(self, args: list[Any], variant: Variant | None) -> Any:
         if compat.profiling():
@@ -261,12 +285,14 @@ class PartitionRunner:
             )
         except (CaptureError, MatchError) as e:
             self._refuse(variant, self.stats.facts.placed(e.reason, e.op))
-        except (DriverError, torch.OutOfMemoryError) as e:
-            self._later(variant, e)
         except Exception as e:
-            log.debug("unexpected failure", exc_info=True)
-            self._refuse(variant, _unexpected(e))
+            if may_pass(e):
+                self._later(variant, e)
+            else:
+                log.debug("unexpected failure", exc_info=True)
+                self._refuse(variant, _unexpected(e))
         else:
+            self._failures = 0
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             variant.call = native_call(variant.launcher, variant.tensors, variant.others)
@@ -277,10 +303,21 @@ class PartitionRunner:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""
         variant.failures += 1
         variant.runs = 0
-        if variant.failures >= _ATTEMPTS:
-            self._refuse(variant, _device_failed(error))
+        self._failures += 1  # of all variants: one that is seldom seen, or evicted, forgets its own
+        if variant.failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
+            self._refuse(variant, _device_failed(error, max(variant.failures, self._failures)))
         else:
             log.info("%s could not be captured yet: %s", self.name, error)
+
+    def _short_of_memory(self, error: LaunchMemoryError) -> None:
+        """Nothing has run: the plain code may do with less, or fails as it would without pgraph."""
+        log.log(
+            logging.INFO if self._short else logging.WARNING,
+            "%s ran plainly for once, there was no memory for a launch: %s",
+            self.name,
+            str(error),  # not the error: a record that somebody keeps would keep what its frames hold
+        )
+        self._short = True
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
         self._release(variant)
@@ -300,10 +337,19 @@ class PartitionRunner:
             strict.refuse(self.name, reason, str(stats.report()))
 
 
-def _device_failed(error: Exception) -> Reason:
+def _before_all(error: Exception, launcher: Launcher | None, args: Sequence[Any]) -> Exception:
+    """A want of memory as a `LaunchMemoryError` if nothing has run: then the arguments are whole again."""
+    if not isinstance(error, torch.OutOfMemoryError) or launcher is None or not launcher.positions:
+        return error
+    if any(args[position] is None for position in launcher.positions):
+        return error
+    return LaunchMemoryError(str(error))
+
+
+def _device_failed(error: Exception, times: int) -> Reason:
     return Reason(
         "device-failed",
-        f"the device refused {_ATTEMPTS} times while capturing: {error}",
+        f"the device refused {times} times while capturing: {error}",
         "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
     )
 

@@ -73,7 +73,7 @@ def test_a_part_that_is_too_small() -> None:
 
 
 def test_a_capture_that_is_refused() -> None:
-    with inject(HostFaults(fail_at="op")):
+    with inject(HostFaults(fail_at="op", fail_as="lost")):
         found = explain(lambda x: (x * 2).cumsum(0), torch.randn(4))
     (part,) = found.parts
     assert part.state == "fallen back"
@@ -304,7 +304,8 @@ def test_hard_mode_refuses_a_failed_capture() -> None:
     total = torch.zeros(4)
     compiled = host(lambda x: total.add_(x).cumsum(0), require_full_capture=True)
     compiled(torch.ones(4))
-    with inject(HostFaults(fail_at="op")), pytest.raises(FullCaptureError, match="stays outside every graph"):
+    lost = HostFaults(fail_at="op", fail_as="lost")
+    with inject(lost), pytest.raises(FullCaptureError, match="stays outside every graph"):
         compiled(torch.ones(4))
     with pytest.raises(FullCaptureError):
         compiled(torch.ones(4))
@@ -394,7 +395,7 @@ def test_new_captures_and_evictions_are_told_once(caplog: pytest.LogCaptureFixtu
 
 def test_a_fall_back_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     compiled = host(running_sum, dynamic=True)
-    with inject(HostFaults(fail_at="op")):
+    with inject(HostFaults(fail_at="op", fail_as="lost")):
         call(compiled, *[2, 3, 4] * 3)
     (told,) = warnings(caplog)
     assert "runs plainly" in told
