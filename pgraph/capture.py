@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from pgraph.compat import lazily
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
-from pgraph.errors import CaptureError, DriverError, may_pass
+from pgraph.errors import CaptureError, DriverError
 from pgraph.nodes import is_foreign, op_name
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
 
-__all__ = ["record"]
+__all__ = ["may_pass", "record"]
 
 log = logging.getLogger(__name__)
 
@@ -341,6 +341,17 @@ def _not_recorded(name: str) -> Reason:
         "have it launch on torch.cuda.current_stream(), asked for at each call; until then the partition "
         "runs plainly, and pgraph.mark_unsafe on the op keeps the rest of it in a graph",
     )
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a failure says something of the moment (no memory, a driver call) and not of the op.
+
+    Libraries and generated code report a want of memory in other types, so their text is read.
+    """
+    if isinstance(error, DriverError | torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
 
 
 def _failure(error: Exception, op: str | None = None) -> CaptureError | DriverError:

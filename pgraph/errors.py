@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from pgraph.reasons import Reason
 
@@ -24,7 +22,6 @@ __all__ = [
     "OptionError",
     "PgraphError",
     "PlanError",
-    "may_pass",
 ]
 
 
@@ -69,14 +66,3 @@ class MatchError(_Refused):
 
 class FullCaptureError(PgraphError, RuntimeError):
     """`require_full_capture` is set and part of the model stays outside every graph."""
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether a failure says something of the moment (no memory, a driver call) and not of the op.
-
-    Libraries and generated code report a want of memory in other types, so their text is read.
-    """
-    if isinstance(error, DriverError | torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)

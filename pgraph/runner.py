@@ -22,16 +22,11 @@ import torch
 
 from pgraph import compat, observe, stats, strict
 from pgraph.build import build
+from pgraph.capture import may_pass
 from pgraph.drivers.base import Driver
-from pgraph.errors import (
-    CaptureError,
-    DriverError,
-    LaunchError,
-    LaunchMemoryError,
-    MatchError,
-    may_pass,
-)
+from pgraph.errors import CaptureError, DriverError, LaunchError, LaunchMemoryError, MatchError
 from pgraph.facts import PartFacts
+from pgraph.keeping import WAITING, Keeper
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
 from pgraph.options import Options
@@ -90,7 +85,9 @@ class PartitionRunner:
         self._constants = constants
         self._static = static
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
+        self._keeper = Keeper(options.max_captures, options.warmup)
         self._last: Variant | None = None
+        self._seen = 0  # launches counted when the slow path was last taken
         self._refusals = self._failures = 0
         self._short = False
         self._lock = threading.RLock()
@@ -164,6 +161,7 @@ class PartitionRunner:
             for variant in self._variants.values():
                 self._release(variant)
             self._variants.clear()
+            self._keeper = Keeper(self._options.max_captures, self._options.warmup)
             self._last = None
             self._refusals = self._failures = 0
             self.stats.reason = None
@@ -192,8 +190,10 @@ class PartitionRunner:
             result = self._plain(args)
         self.stats.plain_runs += 1
         if variant is not None:
-            variant.runs += 1
-            variant.threads.add(threading.get_ident())
+            with self._lock:
+                variant.runs += 1
+                variant.threads.add(threading.get_ident())
+                self._keeper.ran(variant.use, self.stats.launches)
         return result
 
     def _choose(self, args: list[Any]) -> Variant | None:
@@ -201,6 +201,9 @@ class PartitionRunner:
         if self._driver.is_capturing():
             return None
         with self._lock:
+            if self._last is not None and self._seen != self.stats.launches:
+                self._keeper.used(self._last.use)  # the fast path does not tell
+            self._seen = self.stats.launches
             variant = self._find(args)
             if variant is None:
                 if not self._sizes.wanted(args):
@@ -209,7 +212,7 @@ class PartitionRunner:
                     self._insist(self.stats.reason)
                     return None
                 variant = self._variant(args)
-            if variant.state is State.WARM and self._due(variant):
+            if variant.state is State.WARM and self._due(variant) and self._has_room(variant, args):
                 if compat.profiling():
                     in_range("capture", self._label, self._capture, variant, args)
                 else:
@@ -224,8 +227,27 @@ class PartitionRunner:
         for key, variant in reversed(self._variants.items()):
             if variant.launcher is not None and variant.addresses(args) is not None:
                 self._variants.move_to_end(key)
+                self._keeper.used(variant.use)
                 return variant
         return None
+
+    def _captured(self) -> list[Variant]:
+        """Variants with a capture, least recently used first."""
+        return sorted(
+            (v for v in self._variants.values() if v.launcher is not None), key=lambda v: v.use.latest
+        )
+
+    def _has_room(self, variant: Variant, args: Sequence[Any]) -> bool:
+        """Whether a variant may have a capture, if need be in another's place (Note [Taking turns])."""
+        captured = self._captured()
+        if len(captured) < self._options.max_captures:
+            return True
+        oldest, launches = captured[0].use, self.stats.launches
+        if self._keeper.admits(variant.use, variant.runs, oldest, len(captured), launches):
+            return True
+        if self._keeper.patient(variant.runs):
+            self._sizes.crowded(args)
+        return False
 
     def _due(self, variant: Variant) -> bool:
         """Warm runs done, at least one of them in this thread: library handles belong to threads."""
@@ -247,21 +269,22 @@ class PartitionRunner:
         key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
-            if self._last is not None:  # the fast path does not tell that it is in use
-                self._variants.move_to_end((self._last.tensors, self._last.others))
+            waiting = [k for k, v in self._variants.items() if v.launcher is None]
+            for k in waiting[: len(waiting) - WAITING + 1]:
+                del self._variants[k]
             variant = self._variants[key] = Variant(*key)
-            self._evict()
         self._variants.move_to_end(key)
         return variant
 
-    def _evict(self) -> None:
-        while len(self._variants) > self._options.max_captures:
-            _, gone = self._variants.popitem(last=False)
+    def _make_room(self) -> None:
+        """Drop the least recently used capture if there is one too many."""
+        for gone in self._captured()[: -self._options.max_captures]:
+            self._release(gone)
+            gone.restart()
             if gone is self._last:
                 self._last = None
-            if gone.launcher is not None:
-                self._sizes.evicted()
-            self._release(gone)
+            self._keeper.dropped()
+            self._sizes.evicted()
 
     def _release(self, variant: Variant) -> None:
         """Let its execs go: they are freed with their last reference (Note [Freed by reference])."""
@@ -296,6 +319,8 @@ class PartitionRunner:
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             variant.call = native_call(variant.launcher, variant.tensors, variant.others)
+            self._keeper.used(variant.use)
+            self._make_room()
             self.stats.captured(built)
             self._sizes.captured(args)
 

@@ -113,6 +113,7 @@ class HostSession(Session):
         self._nodes: list[NodeRecord] = []
         self._hidden: list[HiddenAllocation] = []
         self._fake = FakeTensorMode()
+        self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         faults = fault.active()
         faults.step("second-begin" if self._second else "begin")
