@@ -38,6 +38,7 @@ __all__ = [
     "is_compiled",
     "lazily",
     "own_output_strides",
+    "partition_ops",
     "plain_symbol",
     "profiling",
     "reinterpret",
@@ -287,6 +288,11 @@ def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any
         )
     except (OSError, AttributeError):
         return None
+
+
+def partition_ops() -> set[str]:
+    """Names (``ns::op`` or ``ns::op.overload``) that Inductor was told to keep out of CUDA graphs."""
+    return set(inductor_config.custom_should_partition_ops)
 
 
 def profiling() -> bool:

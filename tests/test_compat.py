@@ -265,3 +265,9 @@ def test_traced_function() -> None:
     assert compat.traced_function() is None
     torch.compile(outer, backend=backend)(torch.randn(3))
     assert found[0].endswith("outer")
+
+
+def test_partition_ops() -> None:
+    assert compat.partition_ops() == set()
+    with torch._inductor.config.patch(custom_should_partition_ops=["my::op"]):
+        assert compat.partition_ops() == {"my::op"}
