@@ -332,7 +332,7 @@ class PartitionRunner:
         if variant.failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
             self._refuse(variant, _device_failed(error, max(variant.failures, self._failures)))
         else:
-            log.info("%s could not be captured yet: %s", self.name, error)
+            log.info("%s could not be captured yet: %s", self.name, str(error))
 
     def _short_of_memory(self, error: LaunchMemoryError) -> None:
         """Nothing has run: the plain code may do with less, or fails as it would without pgraph."""

@@ -121,6 +121,20 @@ def test_layouts_in_turn_are_told_as_such(caplog: pytest.LogCaptureFixture) -> N
     assert "alignments vary" in told
 
 
+def test_python_numbers_that_vary() -> None:
+    """Each value is a capture of its own, and never another's result."""
+
+    def fn(x: Tensor, n: int) -> Tensor:
+        return (x * n + n).cumsum(0)
+
+    compiled = host(fn, dynamic=True, max_captures=2)
+    for n in (5, 5, 5, 6, 6, 7, 5, 6, 6, 8, 9, 10, 5, 5):
+        x = torch.randn(4, 3)
+        same(compiled(x, n), fn(x, n))
+    assert pgraph.report().captures >= 2
+    assert pgraph.report().launches >= 3
+
+
 class Records(logging.Handler):
     """Keeps what pgraph's loggers say."""
 

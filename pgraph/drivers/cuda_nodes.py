@@ -297,7 +297,7 @@ class CudaGraph:
         first, large enough for what they move. It is never used: all slots are written before a launch.
 
         Raises:
-            CaptureError: the driver does not take it (DriverError: for want of memory).
+            CaptureError: the driver does not take it.
         """
         if self._anchored:
             return
@@ -317,8 +317,6 @@ class CudaGraph:
             else:
                 words[_FILL_TO] = address
                 code = _calls()[0][5](int(node), ctypes.addressof(words))
-            if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                check((cu.CUresult(code),))
             if code:
                 what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
                 raise CaptureError(_node_reason(what))
