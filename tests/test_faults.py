@@ -272,6 +272,34 @@ def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
         same(compiled(x), ((x * 2).cumsum(0), x + 1))
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
+    """It gives the arguments back if nothing has run; if something has, the error is the user's own."""
+    compiled = host(mutating)
+    for _ in range(2):
+        call(compiled)
+    (partition_runner,) = pgraph.stats.live_partitions()
+    (variant,) = partition_runner.variants()
+
+    def fails(args: list[Any]) -> Any:
+        if ran:
+            args[:] = [None] * len(args)
+        raise torch.OutOfMemoryError("injected in C")
+
+    variant.call = fails
+    plain = pgraph.report().partitions[0].plain_runs
+    if ran:
+        with pytest.raises(torch.OutOfMemoryError, match="in C"):
+            compiled(torch.randn(6), torch.randn(6))
+    else:
+        call(compiled)
+    assert pgraph.report().partitions[0].plain_runs == plain + (not ran)
+    assert pgraph.report().fallbacks == 0
+    variant.call = None
+    with launching(1):
+        call(compiled)
+
+
 def test_no_memory_between_chunks_is_the_users_own() -> None:
     """Part of the partition has run: the error comes out, as it would without pgraph."""
     compiled = host(mutating, memory_slack_mb=0)
@@ -279,18 +307,18 @@ def test_no_memory_between_chunks_is_the_users_own() -> None:
         call(compiled)
     (partition_runner,) = pgraph.stats.live_partitions()
     (variant,) = partition_runner.variants()
-    steps = variant.launcher._steps
+    steps = variant.launcher.steps
 
     def fails(bases: list[int], stream: int) -> int:
         raise torch.OutOfMemoryError("injected between chunks")
 
-    variant.launcher._steps = (*steps, ((), fails, (), ()))
+    variant.launcher.steps = (*steps, ((), fails, (), ()))
     x, y = torch.randn(6), torch.randn(6)
     want = x + y
     with pytest.raises(torch.OutOfMemoryError, match="between chunks"):
         compiled(x, y)
     same(y, want)
-    variant.launcher._steps = steps
+    variant.launcher.steps = steps
     with launching(1):
         call(compiled)
 
