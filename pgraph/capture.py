@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from pgraph.compat import lazily
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
-from pgraph.errors import CaptureError
+from pgraph.errors import CaptureError, DriverError
 from pgraph.nodes import is_foreign, op_name
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
 
-__all__ = ["record"]
+__all__ = ["may_pass", "record"]
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,7 @@ class _Recorder(TorchDispatchMode):
             result = self._session.run_op(func, args, kwargs or {})
             after = self._session.node_count()
         except Exception as e:
-            reason = e.reason if isinstance(e, CaptureError) else _failure(e, op_name(func))
-            raise CaptureError(reason, op_name(func)) from e
+            raise _failure(e, op_name(func)) from e
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
@@ -200,8 +199,8 @@ def record(
         namespaces: globals of generated modules that allocate by themselves.
 
     Raises:
-        CaptureError: the driver refused, or the code kept a ghost; nothing has run.
-        DriverError: the capture could not be begun.
+        CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
+        DriverError: the device could not just now (memory, most likely); nothing has run.
     """
     # The collector must not free somebody else's device objects in the middle of a capture.
     collecting = gc.isenabled()
@@ -213,7 +212,7 @@ def record(
             except Exception as e:
                 # Some op may have started kernels on another stream before it failed.
                 arena.touched = True
-                reason, op = (e.reason, e.op) if isinstance(e, CaptureError) else (_failure(e), None)
+                failure = _failure(e)
                 log.debug("capture failed", exc_info=True)
                 # The frames hold ghost tensors, which must be gone before their memory is.
                 traceback.clear_frames(e.__traceback__)
@@ -222,7 +221,7 @@ def record(
     finally:
         if collecting:
             gc.enable()
-    raise CaptureError(reason, op)
+    raise failure
 
 
 def _record(
@@ -344,13 +343,33 @@ def _not_recorded(name: str) -> Reason:
     )
 
 
-def _failure(error: Exception, op: str | None = None) -> Reason:
+def may_pass(error: BaseException) -> bool:
+    """Whether a failure says something of the moment (no memory, a driver call) and not of the op.
+
+    Libraries and generated code report a want of memory in other types, so their text is read.
+    """
+    if isinstance(error, DriverError | torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
+
+
+def _failure(error: Exception, op: str | None = None) -> CaptureError | DriverError:
+    """What to raise for it, without the frames that it came through."""
+    if isinstance(error, CaptureError):
+        return CaptureError(error.reason, error.op or op)
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    return Reason(
-        "capture-failed",
-        f"the capture stopped{f' in {op}' if op else ''}: {type(error).__name__}: {first}",
-        "the partition runs plainly; mark the op with pgraph.mark_unsafe to keep the rest of it in a graph",
+    if may_pass(error):
+        what = first if isinstance(error, DriverError) else f"{type(error).__name__}: {first}"
+        return DriverError(f"{what} (in {op})" if op else what)
+    return CaptureError(
+        Reason(
+            "capture-failed",
+            f"the capture stopped{f' in {op}' if op else ''}: {type(error).__name__}: {first}",
+            "mark the op with pgraph.mark_unsafe, so that the rest of the partition stays in a graph",
+        ),
+        op,
     )
 
 

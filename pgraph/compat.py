@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.profiler as _profiler
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -37,11 +38,14 @@ __all__ = [
     "is_compiled",
     "lazily",
     "own_output_strides",
+    "partition_ops",
     "plain_symbol",
+    "profiling",
     "reinterpret",
     "static_inputs",
     "symbol_source",
     "tensor_shims",
+    "traced_function",
 ]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
@@ -284,6 +288,26 @@ def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any
         )
     except (OSError, AttributeError):
         return None
+
+
+def partition_ops() -> set[str]:
+    """Names (``ns::op`` or ``ns::op.overload``) that Inductor was told to keep out of CUDA graphs."""
+    return set(inductor_config.custom_should_partition_ops)
+
+
+def profiling() -> bool:
+    """Whether a profiler listens, in whatever thread it was started."""
+    return _profiler._is_profiler_enabled
+
+
+def traced_function() -> str | None:
+    """Name of the function that Dynamo compiles, e.g. ``Block.forward``; None outside a compilation.
+
+    Before Python 3.11 code knows no class, and it is ``forward``.
+    """
+    context = TracingContext.try_get()
+    code = context.traced_code[0] if context is not None and context.traced_code else None
+    return getattr(code, "co_qualname", code.co_name) if code is not None else None
 
 
 def _filled(cell: Any) -> bool:

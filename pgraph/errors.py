@@ -17,6 +17,7 @@ __all__ = [
     "DriverError",
     "FullCaptureError",
     "LaunchError",
+    "LaunchMemoryError",
     "MatchError",
     "OptionError",
     "PgraphError",
@@ -38,6 +39,10 @@ class DriverError(PgraphError, RuntimeError):
 
 class LaunchError(PgraphError, RuntimeError):
     """A launch could not be carried out; nothing of its partition has run on the device."""
+
+
+class LaunchMemoryError(LaunchError):
+    """There was no memory for what a launch allocates; nothing of its partition has run on the device."""
 
 
 class PlanError(PgraphError, ValueError):

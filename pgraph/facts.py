@@ -28,6 +28,7 @@ from pgraph.nodes import (
     user_line,
 )
 from pgraph.partition import Part
+from pgraph.ranges import module_of
 from pgraph.reasons import Reason
 
 __all__ = ["GraphFacts", "PartFacts", "Step", "captured_ops", "graph_facts", "part_facts", "same_cause"]
@@ -89,6 +90,7 @@ class PartFacts:
         reasons: why it may not be captured.
         places: (name, file:line) of its device ops, where known; of each op the first.
         foreign: names of the custom ops among them.
+        module: the innermost module of the user's that it comes from, e.g. ``"Block layers.3"``.
     """
 
     graph: GraphFacts
@@ -98,10 +100,16 @@ class PartFacts:
     reasons: tuple[Reason, ...] = ()
     places: tuple[tuple[str, str], ...] = ()
     foreign: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def name(self) -> str:
         return self.graph.name if self.index is None else f"{self.graph.name}, part {self.index}"
+
+    @property
+    def label(self) -> str:
+        """Name and module, for the profiler."""
+        return f"{self.name}: {self.module}" if self.module else self.name
 
     @property
     def device_ops(self) -> int:
@@ -176,6 +184,7 @@ def part_facts(graph: GraphFacts, part: Part, causes: Mapping[Node, Reason], *, 
         tuple(ops.items()),
         tuple(reasons.values()),
         *_places(part),
+        module=module_of(part.nodes),
     )
 
 

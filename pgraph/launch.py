@@ -14,7 +14,7 @@ import torch
 
 from pgraph.build import Built
 from pgraph.compat import lazily, reinterpret
-from pgraph.errors import DriverError, LaunchError
+from pgraph.errors import DriverError, LaunchError, LaunchMemoryError
 from pgraph.template import OutputSpec, TensorSpec
 
 __all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "INPUT_VIEW", "Allocation", "Launcher", "Step", "view"]
@@ -53,8 +53,6 @@ class Launcher:
             )
             for i, chunk in enumerate(template.plan.chunks)
         )
-        # The launch before which nothing has run.
-        self._first = next((launch for _, launch, _, _ in self.steps if launch is not None), None)
         self.results = tuple(_result(built, spec, direct) for spec in template.outputs)
 
     def __call__(self, inputs: list[Any], addresses: list[int]) -> tuple[list[Any], int]:
@@ -71,6 +69,7 @@ class Launcher:
         Raises:
             LaunchError: the first chunk could not be launched: nothing has run, and `inputs` is whole.
             DriverError: a later one could not.
+            torch.OutOfMemoryError: no memory for a later one.
         """
         guard = self._driver.on_device()
         if guard is not None:
@@ -84,23 +83,26 @@ class Launcher:
         bases = addresses + self._rest
         blocks = self._no_blocks.copy()
         rewritten = 0
-        for allocate, launch, free, release in self.steps:
-            for block, size, stride, dtype, region, others in allocate:
-                blocks[block] = empty(size, stride, dtype)
-                bases[region] = address = blocks[block].data_ptr()
-                for other, offset in others:
-                    bases[other] = address + offset
-            if launch is not None:
-                try:
+        ran = False
+        try:
+            for allocate, launch, free, release in self.steps:
+                for block, size, stride, dtype, region, others in allocate:
+                    blocks[block] = empty(size, stride, dtype)
+                    bases[region] = address = blocks[block].data_ptr()
+                    for other, offset in others:
+                        bases[other] = address + offset
+                if launch is not None:
                     rewritten += launch(bases, stream)
-                except DriverError as e:
-                    if launch is self._first:
-                        raise LaunchError(str(e)) from e
-                    raise
-            for block in free:
-                blocks[block] = None
-            for i in release:
-                inputs[i] = None
+                    ran = True
+                for block in free:
+                    blocks[block] = None
+                for i in release:
+                    inputs[i] = None
+        except (DriverError, torch.OutOfMemoryError) as e:
+            if ran:
+                raise
+            wrong = LaunchError if isinstance(e, DriverError) else LaunchMemoryError
+            raise wrong(str(e)) from e
         results = []
         for source, index, layout, offset in self.results:
             if source == BLOCK:

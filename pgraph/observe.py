@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from pgraph import stats
+from pgraph import compat, stats
 from pgraph.facts import PartFacts
 from pgraph.nodes import VIEWS
+from pgraph.ranges import in_range
 
 __all__ = ["PlainPart", "Run", "Watch", "count_ops", "watching"]
 
@@ -131,4 +132,6 @@ class PlainPart:
         if watch is not None and watch.outside():
             return watch.call(self, args)
         self.stats.plain_runs += 1
+        if compat.profiling():
+            return in_range("plain", self.stats.facts.label, self._plain, args)
         return self._plain(args)

@@ -1,10 +1,11 @@
 """Names of ops that need judging by name, with what is known about each. Data only.
 
-Facts come from PyTorch's CUDA sources of 2.11 to 2.13. Ops that are safe although they look
-otherwise, and why: ``embedding_dense_backward``, ``embedding_renorm_``, ``_embedding_bag*`` (their
-counts stay on the device since the thrust calls went), ``_foreach_*`` and ``_fused_adam`` (pointers
-sit in kernel parameters), ``_grouped_mm`` (its table is made on the device from bases, and lives in
-program order), ``_fft_*`` (the work area is set at each call), ``nonzero_static``, ``_assert_async``.
+Facts come from PyTorch's CUDA sources of 2.11 to 2.13. Ops that are safe although they look otherwise,
+and why: ``embedding_dense_backward``, ``embedding_renorm_``, ``_embedding_bag*`` (their counts stay on
+the device since the thrust calls went), ``_foreach_*`` and ``_fused_adam`` (pointers sit in kernel
+parameters), ``_grouped_mm`` in bfloat16 on the GPUs that have its kernel (its table is made on the
+device from bases, and lives in program order), ``_fft_*`` (the work area is set at each call),
+``nonzero_static``, ``_assert_async``.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ HOST_READS: Final = _aten(
     "item",
 )
 
+_QUANTIZE_FIX: Final = "use fake_quantize_per_tensor_affine, or quantize outside the compiled region"
 # Op -> fix.
 HOST_SYNCS: Final = MappingProxyType(
     {
         "aten::_fused_moving_avg_obs_fq_helper": "observe outside the compiled region",
         "aten::_fused_moving_avg_obs_fq_helper_functional": "observe outside the compiled region",
+        "aten::_fake_quantize_learnable_per_channel_affine": _QUANTIZE_FIX,
+        "aten::_fake_quantize_learnable_per_tensor_affine": _QUANTIZE_FIX,
+        "aten::_fake_quantize_learnable_per_tensor_affine_backward": _QUANTIZE_FIX,
+        "aten::fake_quantize_per_channel_affine": _QUANTIZE_FIX,
+        "aten::fake_quantize_per_channel_affine_cachemask": _QUANTIZE_FIX,
         "aten::histc": "pass min and max",
         "aten::isin": "compare with broadcasting: (a.unsqueeze(-1) == b).any(-1)",
         "aten::mode": "use torch.median, or a sort and a comparison",
@@ -75,14 +82,11 @@ DYNAMIC_FIXES: Final = MappingProxyType(
     }
 )
 
-JAGGED_OPS: Final = frozenset(
-    {
-        "aten::_jagged_to_padded_dense_forward",
-        "aten::_padded_dense_to_jagged_forward",
-        "fbgemm::dense_to_jagged",
-        "fbgemm::jagged_to_padded_dense",
-    }
-)
+# With all of `fbgemm` that has "jagged" in its name.
+JAGGED_OPS: Final = _aten("_jagged_to_padded_dense_forward", "_padded_dense_to_jagged_forward")
+# Major compute capabilities with a kernel for `_grouped_mm`; elsewhere it is a loop over offsets read on
+# the host, as it is for any type but bfloat16.
+GROUPED_GPUS: Final = frozenset({9, 10})
 
 # Without the namespace. `linalg_*` and `cholesky*` are refused by prefix.
 SOLVERS: Final = frozenset(

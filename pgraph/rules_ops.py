@@ -12,7 +12,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
-from pgraph import optable
+from pgraph import compat, optable
 from pgraph.nodes import (
     argument,
     input_values,
@@ -32,6 +32,7 @@ __all__ = [
     "host_read",
     "host_sync",
     "library_state",
+    "listed",
     "not_an_op",
     "pinned",
     "random",
@@ -67,6 +68,21 @@ def tagged(node: Node, device_type: str) -> Reason | None:
         "tagged",
         f"{op_name(op)} carries torch.Tag.cudagraph_unsafe",
         "remove the tag if the op only launches kernels on the current stream",
+    )
+
+
+def listed(node: Node, device_type: str) -> Reason | None:
+    # The user has told Inductor to keep it out of CUDA graphs: said once is enough.
+    op = op_of(node)
+    if not isinstance(op, OpOverload):
+        return None
+    if not {op_name(op), f"{op_name(op)}.{op._overloadname}"} & compat.partition_ops():
+        return None
+    return why(
+        node,
+        "marked",
+        f"{op_name(op)} is listed in Inductor's custom_should_partition_ops",
+        "take it from that list",
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "bool_index",
     "device_copy",
     "dynamic_shape",
+    "grouped",
     "host_only",
     "layout",
     "no_metadata",
@@ -110,7 +111,7 @@ def layout(node: Node, device_type: str) -> Reason | None:
             return why(
                 node, "layout", f"{name} meets the {kind} tensor {source.name}", "use dense (strided) tensors"
             )
-    if name in optable.JAGGED_OPS:
+    if name in optable.JAGGED_OPS or (name.startswith("fbgemm::") and "jagged" in name):
         return why(node, "layout", f"{name} works on jagged tensors", "use padded dense tensors")
     return None
 
@@ -130,6 +131,25 @@ def device_copy(node: Node, device_type: str) -> Reason | None:
         f"{name} copies between {' and '.join(sorted(kinds))}",
         f"create the tensor on {device_type}, or copy before the compiled region (from pinned memory with "
         "non_blocking=True it need not wait; pinned or unpinned, it stays outside the graph)",
+    )
+
+
+def grouped(node: Node, device_type: str) -> Reason | None:
+    # Without a kernel of its own, a grouped product is a loop over the offsets, read on the host.
+    if op_name(op_of(node)) != "aten::_grouped_mm" or device_type != "cuda" or argument(node, "offs") is None:
+        return None
+    matrices = [argument(node, "self"), argument(node, "mat2")]
+    types = {v.dtype for m in matrices if isinstance(m, Node) for v in output_values(m)}
+    types.add(argument(node, "out_dtype") or torch.bfloat16)
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    if types == {torch.bfloat16} and (major is None or major in optable.GROUPED_GPUS):
+        return None
+    names = ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
+    return why(
+        node,
+        "host-sync",
+        f"aten::_grouped_mm reads its offsets on the host, for want of a kernel for {names} on this GPU",
+        "use bfloat16 on a GPU of compute capability 9 or 10, or a batched product with padding",
     )
 
 

@@ -20,15 +20,18 @@ from typing import Any
 
 import torch
 
-from pgraph import observe, stats, strict
+from pgraph import compat, observe, stats, strict
 from pgraph.build import build
+from pgraph.capture import may_pass
 from pgraph.drivers.base import Driver
-from pgraph.errors import CaptureError, DriverError, LaunchError, MatchError
+from pgraph.errors import CaptureError, DriverError, LaunchError, LaunchMemoryError, MatchError
 from pgraph.facts import PartFacts
+from pgraph.keeping import WAITING, Keeper
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
 from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan
+from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Template
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
 Boxed = Callable[[list[Any]], Any]
+
+_LAUNCH_ERRORS = (LaunchError, DriverError, torch.OutOfMemoryError)
 
 
 class PartitionRunner:
@@ -70,6 +75,7 @@ class PartitionRunner:
         dimensions: tuple[Dimension, ...] = (),
     ) -> None:
         self.name = facts.name
+        self._label = facts.label
         self.stats = stats.PartitionStats(facts.name, facts)
         self._sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._plain = plain
@@ -79,8 +85,11 @@ class PartitionRunner:
         self._constants = constants
         self._static = static
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
+        self._keeper = Keeper(options.max_captures, options.warmup)
         self._last: Variant | None = None
-        self._refusals = 0
+        self._seen = 0  # launches counted when the slow path was last taken
+        self._refusals = self._failures = 0
+        self._short = False
         self._lock = threading.RLock()
         stats.register(self)
 
@@ -88,17 +97,25 @@ class PartitionRunner:
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         variant = self._last
-        call = variant.call if variant is not None else None  # once: an eviction may take it away
-        if call is not None and variant is not None:
+        # Once: an eviction may take them away.
+        call, launcher = (variant.call, variant.launcher) if variant is not None else (None, None)
+        if variant is not None and call is not None:
+            done, failed = None, False
             try:
-                done = call(args)
-            except (LaunchError, DriverError) as e:
-                return self._failed(variant, args, e)
+                if not compat.profiling():
+                    done = call(args)
+                elif variant.addresses(args) is not None:
+                    done = in_range("launch", self._label, call, args)
+            except _LAUNCH_ERRORS as e:
+                self._failed(variant, _before_all(e, launcher, args))
+                failed = True
+            if failed:  # not in the handler: the error's frames hold memory
+                self._insist(variant.reason)
+                return self._run_plainly(args, None)
             if done is not None:
                 self.stats.launches += 1
                 self.stats.rewritten_nodes += done[1]
                 return done[0]
-        launcher = variant.launcher if variant is not None else None
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if addresses is None:
             variant = self._choose(args)
@@ -106,20 +123,26 @@ class PartitionRunner:
             addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if launcher is None or addresses is None or self._driver.is_capturing():
             return self._run_plainly(args, variant)
+        assert variant is not None
         inputs = []
         for position in launcher.positions:
             inputs.append(args[position])
             args[position] = None
         try:
-            results, rewritten = launcher(inputs, addresses)
-        except (LaunchError, DriverError) as e:
+            if compat.profiling():
+                results, rewritten = in_range("launch", self._label, launcher, inputs, addresses)
+            else:
+                results, rewritten = launcher(inputs, addresses)
+        except _LAUNCH_ERRORS as e:
             for position, tensor in zip(launcher.positions, inputs, strict=True):
                 args[position] = tensor
-            assert variant is not None
-            return self._failed(variant, args, e)
-        self.stats.launches += 1
-        self.stats.rewritten_nodes += rewritten
-        return results
+            self._failed(variant, e)
+        else:
+            self.stats.launches += 1
+            self.stats.rewritten_nodes += rewritten
+            return results
+        self._insist(variant.reason)
+        return self._run_plainly(args, None)  # not in the handler: the error's frames hold memory
 
     def variants(self) -> list[Variant]:
         """All variants, least recently used first."""
@@ -138,30 +161,39 @@ class PartitionRunner:
             for variant in self._variants.values():
                 self._release(variant)
             self._variants.clear()
+            self._keeper = Keeper(self._options.max_captures, self._options.warmup)
             self._last = None
-            self._refusals = 0
+            self._refusals = self._failures = 0
             self.stats.reason = None
 
     # -- the slow path ----------------------------------------------------------------------
 
-    def _failed(self, variant: Variant, args: list[Any], error: LaunchError | DriverError) -> Any:
-        """A launch failed: run plainly, and from now on.
+    def _failed(self, variant: Variant, error: Exception) -> None:
+        """A launch failed: run plainly, and from now on if it was not for want of memory.
 
         Raises:
-            DriverError: `error` itself, if a part of the partition has run already.
+            DriverError, torch.OutOfMemoryError: `error` itself, if a part of the partition has run already.
         """
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if isinstance(error, LaunchMemoryError):
+            self._short_of_memory(error)
+            return
         self._refuse(variant, _launch_failed(error))
         if isinstance(error, DriverError):
             raise error
-        self._insist(variant.reason)
-        return self._run_plainly(args, None)
 
     def _run_plainly(self, args: list[Any], variant: Variant | None) -> Any:
-        result = self._plain(args)
+        if compat.profiling():
+            result = in_range("plain", self._label, self._plain, args)
+        else:
+            result = self._plain(args)
         self.stats.plain_runs += 1
         if variant is not None:
-            variant.runs += 1
-            variant.threads.add(threading.get_ident())
+            with self._lock:
+                variant.runs += 1
+                variant.threads.add(threading.get_ident())
+                self._keeper.ran(variant.use, self.stats.launches)
         return result
 
     def _choose(self, args: list[Any]) -> Variant | None:
@@ -169,6 +201,9 @@ class PartitionRunner:
         if self._driver.is_capturing():
             return None
         with self._lock:
+            if self._last is not None and self._seen != self.stats.launches:
+                self._keeper.used(self._last.use)  # the fast path does not tell
+            self._seen = self.stats.launches
             variant = self._find(args)
             if variant is None:
                 if not self._sizes.wanted(args):
@@ -177,8 +212,11 @@ class PartitionRunner:
                     self._insist(self.stats.reason)
                     return None
                 variant = self._variant(args)
-            if variant.state is State.WARM and self._due(variant):
-                self._capture(variant, args)
+            if variant.state is State.WARM and self._due(variant) and self._has_room(variant, args):
+                if compat.profiling():
+                    in_range("capture", self._label, self._capture, variant, args)
+                else:
+                    self._capture(variant, args)
             self._insist(variant.reason)
             if variant.launcher is not None:
                 self._last = variant
@@ -189,8 +227,27 @@ class PartitionRunner:
         for key, variant in reversed(self._variants.items()):
             if variant.launcher is not None and variant.addresses(args) is not None:
                 self._variants.move_to_end(key)
+                self._keeper.used(variant.use)
                 return variant
         return None
+
+    def _captured(self) -> list[Variant]:
+        """Variants with a capture, least recently used first."""
+        return sorted(
+            (v for v in self._variants.values() if v.launcher is not None), key=lambda v: v.use.latest
+        )
+
+    def _has_room(self, variant: Variant, args: Sequence[Any]) -> bool:
+        """Whether a variant may have a capture, if need be in another's place (Note [Taking turns])."""
+        captured = self._captured()
+        if len(captured) < self._options.max_captures:
+            return True
+        oldest, launches = captured[0].use, self.stats.launches
+        if self._keeper.admits(variant.use, variant.runs, oldest, len(captured), launches):
+            return True
+        if self._keeper.patient(variant.runs):
+            self._sizes.crowded(args)
+        return False
 
     def _due(self, variant: Variant) -> bool:
         """Warm runs done, at least one of them in this thread: library handles belong to threads."""
@@ -212,21 +269,22 @@ class PartitionRunner:
         key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
         variant = self._variants.get(key)
         if variant is None:
-            if self._last is not None:  # the fast path does not tell that it is in use
-                self._variants.move_to_end((self._last.tensors, self._last.others))
+            waiting = [k for k, v in self._variants.items() if v.launcher is None]
+            for k in waiting[: len(waiting) - WAITING + 1]:
+                del self._variants[k]
             variant = self._variants[key] = Variant(*key)
-            self._evict()
         self._variants.move_to_end(key)
         return variant
 
-    def _evict(self) -> None:
-        while len(self._variants) > self._options.max_captures:
-            _, gone = self._variants.popitem(last=False)
+    def _make_room(self) -> None:
+        """Drop the least recently used capture if there is one too many."""
+        for gone in self._captured()[: -self._options.max_captures]:
+            self._release(gone)
+            gone.restart()
             if gone is self._last:
                 self._last = None
-            if gone.launcher is not None:
-                self._sizes.evicted()
-            self._release(gone)
+            self._keeper.dropped()
+            self._sizes.evicted()
 
     def _release(self, variant: Variant) -> None:
         """Let its execs go: they are freed with their last reference (Note [Freed by reference])."""
@@ -250,15 +308,19 @@ class PartitionRunner:
             )
         except (CaptureError, MatchError) as e:
             self._refuse(variant, self.stats.facts.placed(e.reason, e.op))
-        except (DriverError, torch.OutOfMemoryError) as e:
-            self._later(variant, e)
         except Exception as e:
-            log.debug("unexpected failure", exc_info=True)
-            self._refuse(variant, _unexpected(e))
+            if may_pass(e):
+                self._later(variant, e)
+            else:
+                log.debug("unexpected failure", exc_info=True)
+                self._refuse(variant, _unexpected(e))
         else:
+            self._failures = 0
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             variant.call = native_call(variant.launcher, variant.tensors, variant.others)
+            self._keeper.used(variant.use)
+            self._make_room()
             self.stats.captured(built)
             self._sizes.captured(args)
 
@@ -266,10 +328,21 @@ class PartitionRunner:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""
         variant.failures += 1
         variant.runs = 0
-        if variant.failures >= _ATTEMPTS:
-            self._refuse(variant, _device_failed(error))
+        self._failures += 1  # of all variants: one that is seldom seen, or evicted, forgets its own
+        if variant.failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
+            self._refuse(variant, _device_failed(error, max(variant.failures, self._failures)))
         else:
-            log.info("%s could not be captured yet: %s", self.name, error)
+            log.info("%s could not be captured yet: %s", self.name, str(error))
+
+    def _short_of_memory(self, error: LaunchMemoryError) -> None:
+        """Nothing has run: the plain code may do with less, or fails as it would without pgraph."""
+        log.log(
+            logging.INFO if self._short else logging.WARNING,
+            "%s ran plainly for once, there was no memory for a launch: %s",
+            self.name,
+            str(error),  # not the error: a record that somebody keeps would keep what its frames hold
+        )
+        self._short = True
 
     def _refuse(self, variant: Variant, reason: Reason) -> None:
         self._release(variant)
@@ -289,10 +362,19 @@ class PartitionRunner:
             strict.refuse(self.name, reason, str(stats.report()))
 
 
-def _device_failed(error: Exception) -> Reason:
+def _before_all(error: Exception, launcher: Launcher | None, args: Sequence[Any]) -> Exception:
+    """A want of memory as a `LaunchMemoryError` if nothing has run: then the arguments are whole again."""
+    if not isinstance(error, torch.OutOfMemoryError) or launcher is None or not launcher.positions:
+        return error
+    if any(args[position] is None for position in launcher.positions):
+        return error
+    return LaunchMemoryError(str(error))
+
+
+def _device_failed(error: Exception, times: int) -> Reason:
     return Reason(
         "device-failed",
-        f"the device refused {_ATTEMPTS} times while capturing: {error}",
+        f"the device refused {times} times while capturing: {error}",
         "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
     )
 

@@ -70,7 +70,7 @@ class Sizes:
         limit: option `max_captures`.
     """
 
-    __slots__ = ("_evicting", "_last", "_limit", "_name", "_varying", "dimensions", "listed")
+    __slots__ = ("_crowded", "_evicting", "_last", "_limit", "_name", "_varying", "dimensions", "listed")
 
     def __init__(
         self, name: str, dimensions: tuple[Dimension, ...], listed: tuple[int, ...], limit: int
@@ -80,7 +80,7 @@ class Sizes:
         self._name = name
         self._limit = limit
         self._last: tuple[int, ...] | None = None
-        self._varying = self._evicting = False
+        self._varying = self._evicting = self._crowded = False
 
     def wanted(self, args: Sequence[Any]) -> bool:
         """Whether sizes like these are to be captured."""
@@ -92,28 +92,47 @@ class Sizes:
         before, self._last = self._last, values
         if before is None or before == values:
             return
-        changes = [
-            f"{d.label} went from {old} to {new}"
-            for d, old, new in zip(self.dimensions, before, values, strict=True)
-            if old != new
-        ]
         log.log(
             logging.INFO if self._varying or self.listed else logging.WARNING,
             "%s was captured again because %s. Each set of sizes needs a capture of its own (at most %d are "
             "kept). Fix: pad to a few sizes, or list the ones worth a capture in option capture_sizes",
             self._name,
-            " and ".join(changes),
+            self._changes(before, values),
             self._limit,
         )
         self._varying = True
+
+    def _changes(self, before: tuple[int, ...], now: tuple[int, ...]) -> str:
+        """What differs, in the user's words; empty if no size does."""
+        return " and ".join(
+            f"{d.label} went from {old} to {new}"
+            for d, old, new in zip(self.dimensions, before, now, strict=True)
+            if old != new
+        )
+
+    def crowded(self, args: Sequence[Any]) -> None:
+        """Say once that sizes take turns which cannot all be kept."""
+        if self._crowded:
+            return
+        self._crowded = True
+        values = tuple(d.of(args) for d in self.dimensions)
+        changes = self._changes(self._last or values, values) or "layouts or alignments vary"
+        log.warning(
+            "%s: more sizes or layouts take turns than max_captures=%d, so some of them run plainly; since "
+            "the last capture %s. Fix: raise max_captures, list the sizes worth a capture in option "
+            "capture_sizes, or pad to fewer sizes",
+            self._name,
+            self._limit,
+            changes,
+        )
 
     def evicted(self) -> None:
         """Say once that captures are being dropped for new ones."""
         if not self._evicting:
             self._evicting = True
             log.warning(
-                "%s has more sizes or layouts than max_captures=%d: from now on the least recently used "
-                "capture goes. Fix: raise max_captures, list the sizes worth a capture in option "
+                "%s has more sizes or layouts than max_captures=%d: from now on one that is used less goes "
+                "for a new one. Fix: raise max_captures, list the sizes worth a capture in option "
                 "capture_sizes, or pad to fewer sizes",
                 self._name,
                 self._limit,

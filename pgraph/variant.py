@@ -9,6 +9,7 @@ from typing import Any
 
 from pgraph.build import Built
 from pgraph.compat import assert_size_stride
+from pgraph.keeping import Use
 from pgraph.launch import Launcher
 from pgraph.reasons import Reason
 
@@ -43,6 +44,11 @@ class Variant:
     launcher: Launcher | None = None
     call: Callable[[list[Any]], tuple[list[Any], int] | None] | None = None
     reason: Reason | None = None
+    use: Use = dataclasses.field(default_factory=Use)
+
+    def restart(self) -> None:
+        """Begin anew: its capture went for another's sake."""
+        self.runs, self.use = 0, Use()
 
     @property
     def state(self) -> State:

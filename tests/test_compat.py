@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -227,3 +228,46 @@ def test_tensor_shims() -> None:
     assert address.value == x.data_ptr()
     assert delete(handle) == 0
     assert sys.getrefcount(x) == count
+
+
+def test_profiling() -> None:
+    """Seen in every thread, whichever profiler it is; False again when it has stopped."""
+    kinds: list[Any] = [
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        torch.autograd.profiler.profile,
+    ]
+    for kind in kinds:
+        assert not compat.profiling()
+        found: list[bool] = []
+        with kind():
+            thread = threading.Thread(target=lambda: found.append(compat.profiling()))  # noqa: B023
+            thread.start()
+            thread.join()
+            found.append(compat.profiling())
+        assert found == [True, True]
+        assert not compat.profiling()
+
+
+def test_traced_function() -> None:
+    """The compiled function comes first, whatever it calls."""
+    found: list[Any] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(compat.traced_function())
+        return gm
+
+    assert compat.traced_function() is None
+    torch.compile(outer, backend=backend)(torch.randn(3))
+    assert found[0].endswith("outer")
+
+
+def test_partition_ops() -> None:
+    assert compat.partition_ops() == set()
+    with torch._inductor.config.patch(custom_should_partition_ops=["my::op"]):
+        assert compat.partition_ops() == {"my::op"}

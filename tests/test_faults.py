@@ -9,17 +9,33 @@ import pytest
 import torch
 from support import MLP, host, launching, same, train
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
-from pgraph import runner
+from pgraph import build, runner
 from pgraph.drivers import faults
 from pgraph.drivers.faults import HostFaults, inject
-from pgraph.errors import DriverError
+from pgraph.drivers.host import HostSession
+from pgraph.errors import DriverError, PlanError
 
-CAPTURE_STEPS = ("arena", "begin", "op", "end", "second-end", "instantiate")
+FIRST, SECOND = ("begin", "op", "end"), ("second-begin", "second-op", "second-end")
+CAPTURE_STEPS = ("arena", *FIRST, *SECOND, "match", "instantiate")
 LAUNCH_STEPS = ("set_params", "launch")
-RETRIED = ("arena", "begin", "instantiate")
-"""The device could not, which may pass: tried again after another warm-up, three times in all."""
+# What becomes of a failure:
+# * retried: a failure of the device, or no memory, which may pass: warmed up again, three tries in all;
+# * final: the capture was lost, which an op did, or a graph could not be launched;
+# * once: no memory for a launch: this call runs plainly, the next is launched.
+CASES = [
+    *((step, kind, "retried") for step in CAPTURE_STEPS for kind in ("device", "memory")),
+    *((step, "lost", "final") for step in (*FIRST, *SECOND)),
+    *((step, "device", "final") for step in LAUNCH_STEPS),
+    ("allocate", "memory", "once"),
+]
+FEWER = [case for case in CASES if case[1] != "device" or case[2] == "final"]
+
+
+def over(cases: list[tuple[str, str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("step", "kind", "then"), cases, ids=["-".join(case) for case in cases])
 
 
 def mutating(x: Tensor, y: Tensor) -> Tensor:
@@ -36,14 +52,15 @@ def call(compiled: Any) -> None:
 
 
 def test_the_matrix_is_complete() -> None:
-    """A new step must be added to one of the two lists."""
-    assert set(CAPTURE_STEPS + LAUNCH_STEPS) == set(faults.Step.__args__)
+    """A new step or kind must be added to the cases."""
+    assert {step for step, _, _ in CASES} == set(faults.Step.__args__)
+    assert {kind for _, kind, _ in CASES} == set(faults.Kind.__args__)
 
 
-def code_of(step: str) -> str:
-    if step in RETRIED:
-        return "device-failed"
-    return "launch-failed" if step in LAUNCH_STEPS else "capture-failed"
+def code_of(step: str, kind: str) -> str:
+    if step in LAUNCH_STEPS:
+        return "launch-failed"
+    return "capture-lost" if kind == "lost" else "device-failed"
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -51,32 +68,37 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in records]
 
 
-@pytest.mark.parametrize("count", [1, 1_000_000], ids=["once", "always"])
-@pytest.mark.parametrize("step", CAPTURE_STEPS + LAUNCH_STEPS)
-def test_results_stay_right(step: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+@over([*CASES, *((step, kind, "passes") for step, kind, then in FEWER if then == "retried")])
+def test_results_stay_right(step: Any, kind: Any, then: str, caplog: pytest.LogCaptureFixture) -> None:
     """During the failure and after it; one warning and a reason that says what happened, or a capture."""
-    passes = step in RETRIED and count == 1
+    passes = then in ("once", "passes")
+    count = 1 if then == "passes" else 1_000_000
     compiled = host(mutating)
-    with inject(HostFaults(fail_at=step, fail_count=count)) as injected, caplog.at_level("WARNING", "pgraph"):
+    faulty = HostFaults(fail_at=step, fail_as=kind, fail_count=count)
+    with inject(faulty) as injected, caplog.at_level("WARNING", "pgraph"):
         for _ in range(5):
             call(compiled)
-    tries = 3 if step in RETRIED and not passes else 1
+    tries = min(count, {"once": 4, "retried": 3, "final": 1, "passes": 1}[then])
     assert injected.fail_count == count - tries, "the step was not reached as often as it should be"
     for _ in range(2):
         call(compiled)
     report = pgraph.report()
     (partition,) = report.partitions
+    told = warnings_in(caplog)
     if passes:
         assert partition.reason is None
-        assert (report.fallbacks, partition.plain_runs, partition.launches) == (0, 2, 5)
-        assert warnings_in(caplog) == []
+        plain = 1 + tries
+        assert (report.fallbacks, partition.plain_runs, partition.launches) == (0, plain, 7 - plain)
+        assert [("no memory for a launch" in text, step in text) for text in told] == (
+            [(True, True)] if then == "once" else []
+        )
     else:
         assert (report.fallbacks, partition.plain_runs, partition.launches) == (1, 7, 0)
-        assert partition.reason.code == code_of(step)
+        assert partition.reason.code == code_of(step, kind)
         assert f"injected failure at step '{step}'" in str(partition.reason)
         assert partition.reason.fix
         assert str(partition.reason) in str(report)
-        (warning,) = warnings_in(caplog)
+        (warning,) = told
         assert step in warning
     # A reset gives it another chance.
     pgraph.reset()
@@ -86,16 +108,16 @@ def test_results_stay_right(step: Any, count: int, caplog: pytest.LogCaptureFixt
         call(compiled)
 
 
-@pytest.mark.parametrize("step", CAPTURE_STEPS + LAUNCH_STEPS)
-def test_training_goes_on(step: Any) -> None:
+@over(FEWER)
+def test_training_goes_on(step: Any, kind: Any, then: str) -> None:
     """Autograd meets the failure in the forward and in the backward."""
     model = MLP()
     compiled = host(model)
-    with inject(HostFaults(fail_at=step)):
+    with inject(HostFaults(fail_at=step, fail_as=kind)):
         for _ in range(4):
             x = torch.randn(3, 8)
             same(train(model, compiled, x), train(model, model, x))
-    assert pgraph.report().fallbacks == 2
+    assert pgraph.report().fallbacks == (0 if then == "once" else 2)
     assert torch.is_grad_enabled()
     other = MLP()  # another partition is not affected
     compiled = host(lambda x: other(x) * 2)
@@ -107,8 +129,8 @@ def test_training_goes_on(step: Any) -> None:
     assert pgraph.report().launches == before + 4
 
 
-@pytest.mark.parametrize("step", CAPTURE_STEPS + LAUNCH_STEPS)
-def test_random_numbers_go_on_as_without_pgraph(step: Any) -> None:
+@over(FEWER)
+def test_random_numbers_go_on_as_without_pgraph(step: Any, kind: Any, then: str) -> None:
     """Hazard 8: a failed capture must leave the generator as it found it."""
 
     def fn(x: Tensor) -> Tensor:
@@ -116,15 +138,189 @@ def test_random_numbers_go_on_as_without_pgraph(step: Any) -> None:
 
     def draws(f: Any) -> list[Tensor]:
         torch.manual_seed(3)
-        return [f(torch.ones(16)) for _ in range(5)] + [torch.rand(3), torch.randperm(9).float()]
+        return [f(torch.ones(16)) for _ in range(5)] + [torch.rand(3) for _ in range(99)] + [torch.randn(9)]
 
     compiled = host(fn)
-    with inject(HostFaults(fail_at=step)):
+    faulty = HostFaults(fail_at=step, fail_as=kind)
+    with inject(faulty):
         got = draws(compiled)
     want = draws(fn)
-    assert pgraph.report().fallbacks > 0
+    assert faulty.fail_count < HostFaults().fail_count, "the step was not reached"
     same(got, want)
     same(draws(compiled), want)
+
+
+@pytest.mark.parametrize("step", ["match", "make_plan"])
+@pytest.mark.parametrize("error", [MemoryError, PlanError, KeyError])
+def test_failures_off_the_driver(step: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matching and planning call no driver: no memory may pass, a contradiction does not."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise error("injected")
+
+    compiled = host(mutating)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, step, fails)
+        for _ in range(5):
+            call(compiled)
+    call(compiled)
+    (partition,) = pgraph.report().partitions
+    assert (partition.captures, partition.plain_runs) == (0, 6)
+    assert partition.reason.code == ("device-failed" if error is MemoryError else "internal-error")
+    assert "injected" in partition.reason.sentence
+    pgraph.reset()
+    call(compiled)
+    with launching(1):
+        call(compiled)
+
+
+def test_a_failing_warm_up_is_the_users_own() -> None:
+    """As without pgraph: the error comes out, and the next call is a warm-up run again."""
+    compiled = host(mutating)
+    x = torch.randn(6)
+    call(compiled)
+    pgraph.reset()
+    (partition_runner,) = pgraph.stats.live_partitions()
+    plain = partition_runner._plain
+
+    def fails(args: list[Any]) -> Any:
+        args.clear()
+        raise torch.OutOfMemoryError("injected in the plain code")
+
+    partition_runner._plain = fails
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError, match="plain code"):
+            compiled(x, torch.randn(6))
+    partition_runner._plain = plain
+    assert pgraph.report().captures == 0
+    call(compiled)
+    with launching(1):
+        call(compiled)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "device-failed"),
+        (RuntimeError("CUDA driver error: out of memory"), "device-failed"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "device-failed"),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), "capture-failed"),
+        (ValueError("out of memory is what this op says of everything"), "capture-failed"),
+    ],
+    ids=["torch", "launcher", "library", "not permitted", "own"],
+)
+def test_what_an_op_raises_decides(error: Exception, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops and libraries report a want of memory in several types; nothing else is tried again."""
+    real, tries = HostSession.run_op, []
+
+    def run_op(self: Any, op: Any, *rest: Any) -> Any:
+        if op._schema.name == "aten::cumsum":
+            tries.append(1)
+            raise error
+        return real(self, op, *rest)
+
+    monkeypatch.setattr(HostSession, "run_op", run_op)
+    compiled = host(mutating)
+    for _ in range(6):
+        call(compiled)
+    (partition,) = pgraph.report().partitions
+    assert partition.reason.code == code
+    assert len(tries) == (3 if code == "device-failed" else 1)
+    assert str(error) in str(partition.reason)
+
+
+def test_failures_of_many_shapes_end_too() -> None:
+    """Sizes that come and go, so that none of them fails three times: the partition counts as well."""
+    compiled = host(lambda x: (x * 2).cumsum(0), dynamic=True, max_captures=1)
+    faulty = HostFaults(fail_at="second-op", fail_as="memory")
+    with inject(faulty):
+        for n in range(2, 60):
+            for _ in range(2):
+                x = torch.randn(n, 3)
+                same(compiled(x), (x * 2).cumsum(0))
+    assert HostFaults().fail_count - faulty.fail_count <= 2 * 9 + 9
+    assert {p.reason.code for p in pgraph.report().partitions} == {"device-failed"}
+
+
+def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
+    """What the failed launch had allocated is free again when the plain code starts."""
+    compiled = host(lambda x: ((x * 2).cumsum(0), x + 1))
+    for _ in range(2):
+        compiled(torch.randn(6))
+    (partition_runner,) = pgraph.stats.live_partitions()
+    (variant,) = partition_runner.variants()
+    launcher, plain, made, alive = variant.launcher, partition_runner._plain, [], []
+    empty = launcher._empty
+
+    def allocate(*layout: Any) -> Tensor:
+        if made:
+            raise torch.OutOfMemoryError("injected")
+        tensor = empty(*layout)
+        made.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    def run(args: list[Any]) -> Any:
+        alive.append([not storage.expired() for storage in made])
+        return plain(args)
+
+    launcher._empty, partition_runner._plain = allocate, run
+    x = torch.randn(6)
+    same(compiled(x), ((x * 2).cumsum(0), x + 1))
+    assert alive == [[False]]
+    launcher._empty = empty
+    with launching(1):
+        same(compiled(x), ((x * 2).cumsum(0), x + 1))
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
+    """It gives the arguments back if nothing has run; if something has, the error is the user's own."""
+    compiled = host(mutating)
+    for _ in range(2):
+        call(compiled)
+    (partition_runner,) = pgraph.stats.live_partitions()
+    (variant,) = partition_runner.variants()
+
+    def fails(args: list[Any]) -> Any:
+        if ran:
+            args[:] = [None] * len(args)
+        raise torch.OutOfMemoryError("injected in C")
+
+    variant.call = fails
+    plain = pgraph.report().partitions[0].plain_runs
+    if ran:
+        with pytest.raises(torch.OutOfMemoryError, match="in C"):
+            compiled(torch.randn(6), torch.randn(6))
+    else:
+        call(compiled)
+    assert pgraph.report().partitions[0].plain_runs == plain + (not ran)
+    assert pgraph.report().fallbacks == 0
+    variant.call = None
+    with launching(1):
+        call(compiled)
+
+
+def test_no_memory_between_chunks_is_the_users_own() -> None:
+    """Part of the partition has run: the error comes out, as it would without pgraph."""
+    compiled = host(mutating, memory_slack_mb=0)
+    for _ in range(2):
+        call(compiled)
+    (partition_runner,) = pgraph.stats.live_partitions()
+    (variant,) = partition_runner.variants()
+    steps = variant.launcher.steps
+
+    def fails(bases: list[int], stream: int) -> int:
+        raise torch.OutOfMemoryError("injected between chunks")
+
+    variant.launcher.steps = (*steps, ((), fails, (), ()))
+    x, y = torch.randn(6), torch.randn(6)
+    want = x + y
+    with pytest.raises(torch.OutOfMemoryError, match="between chunks"):
+        compiled(x, y)
+    same(y, want)
+    variant.launcher.steps = steps
+    with launching(1):
+        call(compiled)
 
 
 def test_a_failure_between_chunks_is_an_error() -> None:
@@ -168,7 +364,7 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
 
     for n in (4, 4, 5, 5):
         run(n)
-    with inject(HostFaults(fail_at="end")):
+    with inject(HostFaults(fail_at="end", fail_as="lost")):
         run(6)
         run(6)
     assert pgraph.report().fallbacks == 1
@@ -195,7 +391,7 @@ def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("WARNING", "pgraph"):
         for n in (4, 5, 6):
             assert launches(n + 10) == [0, 1, 1], "a new shape is captured after a refusal"
-            with inject(HostFaults(fail_at="end")):
+            with inject(HostFaults(fail_at="end", fail_as="lost")):
                 assert launches(n) == [0, 0, 0]
             assert launches(n) == [0, 0, 0]
         assert launches(20) == [0, 0, 0], "three shapes were refused"

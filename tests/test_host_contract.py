@@ -193,14 +193,15 @@ def test_captures_are_bounded_least_recently_used_first() -> None:
         for _ in range(3):
             x = torch.randn(n, 5)
             same(compiled(x), fn(x))
-        assert len(pgraph.stats.live_partitions()[0].variants()) <= 2
+        kept = [v for v in pgraph.stats.live_partitions()[0].variants() if v.launcher is not None]
+        assert len(kept) <= 2
         return pgraph.report().captures
 
     assert [captures_after(n) for n in (2, 3, 2, 4, 2, 3)] == [1, 2, 2, 3, 3, 4]
 
 
 def test_one_capture_at_a_time() -> None:
-    """A shape seen once pushes the only capture out; the next new shape finds nothing to keep."""
+    """A shape seen once does not push the only capture out, one that is seen again does."""
 
     def fn(x: Tensor) -> Tensor:
         return x.cumsum(0) * 2
@@ -209,7 +210,8 @@ def test_one_capture_at_a_time() -> None:
     for n in (2, 3, 4, 4, 5, 6, 7, 7, 4):
         x = torch.randn(n, 5)
         same(compiled(x), fn(x))
-        assert all(len(p.variants()) <= 1 for p in pgraph.stats.live_partitions())
+        for partition in pgraph.stats.live_partitions():
+            assert sum(v.launcher is not None for v in partition.variants()) <= 1
     assert pgraph.report().captures == 2
 
 

@@ -133,7 +133,7 @@ def test_reset_forgives_a_refusal() -> None:
     from pgraph.drivers.faults import HostFaults, inject
 
     compiled = host(chain)
-    with inject(HostFaults(fail_at="end")):
+    with inject(HostFaults(fail_at="end", fail_as="lost")):
         warm(compiled, torch.randn(50))
     assert pgraph.report().fallbacks == 1
     pgraph.reset()

@@ -20,7 +20,11 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch._higher_order_ops.out_dtype import out_dtype
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._prims.rng_prims import run_and_save_rng_state
+from torch._prims.rng_prims import (
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -37,12 +41,28 @@ LIB.define("plain(Tensor x) -> Tensor")
 LIB.define("tagged(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 LIB.define("writes(Tensor(a!) x) -> ()")
 LIB.define("silent(int x) -> int")
-for _namespace in ("_c10d_functional", "fbgemm"):
+COLLECTIVES = {
+    "_c10d_functional": (
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_reduce_",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter_tensor",
+        "wait_tensor",
+    ),
+    "_c10d_functional_autograd": ("all_gather_into_tensor", "all_to_all_single"),
+    "_dtensor": ("shard_dim_alltoall",),
+    "c10d": ("allreduce_", "send"),
+    "symm_mem": ("one_shot_all_reduce",),
+}
+FBGEMM = ("dense_to_jagged", "jagged_to_padded_dense", "jagged_dense_elementwise_add", "dense_sum")
+for _namespace, _names in {**COLLECTIVES, "fbgemm": FBGEMM}.items():
     # A build without distributed or fbgemm still has to judge graphs that name their ops.
     _fragment = torch.library.Library(_namespace, "FRAGMENT")
-    for _schema in ("all_reduce_(Tensor x) -> Tensor", "jagged_to_padded_dense(Tensor x) -> Tensor"):
-        if not hasattr(getattr(torch.ops, _namespace), _schema.split("(")[0]):
-            _fragment.define(_schema)
+    for _name in _names:
+        if not hasattr(getattr(torch.ops, _namespace), _name):
+            _fragment.define(f"{_name}(Tensor x) -> Tensor")
 
 
 class Bench:
@@ -152,6 +172,32 @@ def plain(op: Any, *more: Any) -> Callable[[Bench], Node]:
     return build
 
 
+def grouped(bench: Bench, dtype: torch.dtype = torch.bfloat16, offsets: bool = True, **more: Any) -> Node:
+    a = bench.tensor(*((8, 16) if offsets else (2, 8, 16)), dtype=dtype)
+    offs = bench.tensor(2, dtype=torch.int32) if offsets else None
+    return bench.call(aten._grouped_mm.default, a, bench.tensor(2, 16, 8, dtype=dtype), offs, **more, like=a)
+
+
+def batched(bench: Bench) -> Node:
+    return bench.call(aten.bmm.default, bench.tensor(2, 4, 4), bench.tensor(2, 4, 4))
+
+
+def python_scalar(bench: Bench) -> Node:
+    """A number that may differ from call to call: a capture is made for each value of it."""
+    number = bench.value(
+        bench.mode.shape_env.create_symintnode(
+            bench.mode.shape_env.create_symbol(7, torch._dynamo.source.ConstantSource("n")), hint=7
+        )
+    )
+    return bench.call(aten.add.Scalar, bench.tensor(4), number, like=bench.tensor(4))
+
+
+HOPS = {
+    name: getattr(torch.ops.higher_order, name)
+    for name in ("while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph", "call_torchbind")
+    if hasattr(torch.ops.higher_order, name)
+}
+fbgemm, quantize = torch.ops.fbgemm, aten.fake_quantize_per_tensor_affine
 relu = plain(aten.relu.default)
 CASES = [
     Case(
@@ -178,6 +224,24 @@ CASES = [
         lambda b: b.call(torch.ops.higher_order.with_effects, b.tensor(4), like=b.tensor(4)),
         lambda b: b.call(out_dtype, aten.mm.default, torch.int32, b.tensor(4, 4), like=b.tensor(4, 4)),
     ),
+    *(
+        Case(
+            "higher-order",
+            name,
+            lambda b, op=op: b.call(op, b.tensor(4), like=b.tensor(4)),
+            lambda b: b.call(out_dtype, aten.mm.default, torch.int32, b.tensor(4, 4), like=b.tensor(4, 4)),
+        )
+        for name, op in HOPS.items()
+    ),
+    *(
+        Case(
+            "rng-state",
+            op.name(),
+            lambda b, op=op: b.call(op, b.tensor(4), aten.rand.default, [4], like=b.tensor(4)),
+            lambda b: flex(b, aten.tanh.default),
+        )
+        for op in (run_with_rng_state, graphsafe_run_with_rng_state)
+    ),
     Case(
         "host-read",
         "flex subgraph",
@@ -196,7 +260,12 @@ CASES = [
         plain(torch.ops._c10d_functional.all_reduce_.default),
         relu,
     ),
-    Case("collective", "wait", lambda b: next(collective_wait(b)), relu),
+    *(
+        Case("collective", str(op), plain(op), relu)
+        for namespace, names in COLLECTIVES.items()
+        for name in names
+        for op in [getattr(getattr(torch.ops, namespace), name).default]
+    ),
     Case("stream", "record_stream", plain(aten.record_stream.default, None), relu),
     Case(
         "host-read",
@@ -207,7 +276,24 @@ CASES = [
     Case("host-read", "equal", plain(aten.equal.default, 1), plain(aten.eq.Scalar, 1)),
     Case("host-read", "assert", lambda b: b.call(aten._assert_scalar.default, True, "no", like=0), relu),
     Case("host-sync", "histc", plain(aten.histc.default, 8), plain(aten.histc.default, 8, 0, 1)),
-    Case("host-sync", "observer", plain(aten._fused_moving_avg_obs_fq_helper.default), relu),
+    *(
+        Case("host-sync", str(op), plain(op.default), plain(quantize.default, 1.0, 0))
+        for op in (
+            aten._fused_moving_avg_obs_fq_helper,
+            aten._fused_moving_avg_obs_fq_helper_functional,
+            aten._fake_quantize_learnable_per_tensor_affine,
+            aten._fake_quantize_learnable_per_tensor_affine_backward,
+            aten._fake_quantize_learnable_per_channel_affine,
+            aten.fake_quantize_per_channel_affine_cachemask,
+        )
+    ),
+    Case("host-sync", "grouped float32", lambda b: grouped(b, torch.float32), lambda b: grouped(b)),
+    Case(
+        "host-sync",
+        "grouped to float32",
+        lambda b: grouped(b, out_dtype=torch.float32),
+        lambda b: grouped(b, torch.float32, offsets=False),
+    ),
     Case(
         "host-sync",
         "segment_reduce",
@@ -276,6 +362,12 @@ CASES = [
     ),
     Case(
         "device-copy",
+        "from pinned memory",
+        lambda b: b.call(aten._to_copy.default, b.tensor(4, device="cpu"), device=CUDA, non_blocking=True),
+        lambda b: b.call(aten._to_copy.default, b.tensor(4), non_blocking=True, dtype=torch.float16),
+    ),
+    Case(
+        "device-copy",
         "device_put",
         lambda b: b.call(prims.device_put.default, b.tensor(4), CPU, like=b.tensor(4, device="cpu")),
         lambda b: b.call(prims.device_put.default, b.tensor(4), CUDA, like=b.tensor(4)),
@@ -287,6 +379,20 @@ CASES = [
         lambda b: b.call(aten.linalg_vector_norm.default, b.tensor(4, 4)),
     ),
     Case("solver", "triangular_solve", plain(aten.triangular_solve.default), plain(aten.triu.default)),
+    # Batched: a table of pointers is built on the host. The batched product takes strides.
+    *(
+        Case("solver", f"batched {op}", plain(op.default), batched)
+        for op in (
+            aten.linalg_inv_ex,
+            aten.linalg_lu_factor_ex,
+            aten._linalg_solve_ex,
+            aten._linalg_svd,
+            aten._linalg_eigh,
+            aten.linalg_qr,
+            aten.cholesky_solve,
+            aten.lu_solve,
+        )
+    ),
     Case(
         "library-state",
         "cudnn rnn",
@@ -340,7 +446,17 @@ CASES = [
         lambda b: b.call(aten.relu.default, b.value(torch.eye(3).to_sparse()), like=b.tensor(4)),
         relu,
     ),
-    Case("layout", "jagged", plain(torch.ops.fbgemm.jagged_to_padded_dense.default), relu),
+    Case(
+        "layout",
+        "sparse result",
+        lambda b: b.call(aten.relu.default, b.tensor(3, 3), like=torch.eye(3).to_sparse()),
+        relu,
+    ),
+    *(
+        Case("layout", name, plain(getattr(fbgemm, name).default), plain(fbgemm.dense_sum.default))
+        for name in FBGEMM[:-1]
+    ),
+    Case("layout", "jagged", plain(aten._jagged_to_padded_dense_forward.default), relu),
     Case(
         "opaque",
         "script object",
@@ -365,6 +481,12 @@ CASES = [
         "CPU scalar",
         lambda b: b.call(aten.mul.Tensor, b.tensor(4), b.tensor(device="cpu")),
         lambda b: b.call(aten.mul.Tensor, b.tensor(4), 2.0),
+    ),
+    Case(
+        "cpu-scalar",
+        "Python number as a tensor",
+        lambda b: b.call(aten.add.Tensor, b.tensor(4), b.tensor(device="cpu", dtype=torch.float64)),
+        python_scalar,
     ),
     Case(
         "other-device",
@@ -393,13 +515,6 @@ CASES = [
 ]
 
 
-def collective_wait(bench: Bench):
-    x = bench.tensor(4)
-    if hasattr(torch.ops._c10d_functional, "wait_tensor"):
-        yield bench.call(torch.ops._c10d_functional.wait_tensor.default, x, like=x)
-    yield bench.call(torch.ops._c10d_functional.all_reduce_.default, x, like=x)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.name}")
 def test_rule_and_its_neighbour(case: Case):
     found = refusal(case.refused(Bench()), device_type="cuda")
@@ -411,11 +526,31 @@ def test_rule_and_its_neighbour(case: Case):
 
 
 def test_every_rule_has_a_case():
-    fired = {"_marked"}  # has a test of its own
+    fired = {"_marked", "listed"}  # have tests of their own
     for case in CASES:
         node = case.refused(Bench())
         fired.add(next(rule.__name__ for rule in RULES if rule(node, "cuda")))
     assert fired == {rule.__name__ for rule in RULES}
+
+
+def test_ops_listed_for_inductor() -> None:
+    """By packet and by overload."""
+    node = plain(torch.ops.pgraph_test.plain.default)(Bench())
+    for name in ("pgraph_test::plain", "pgraph_test::plain.default"):
+        with torch._inductor.config.patch(custom_should_partition_ops=[name]):
+            found = refusal(node, device_type="cuda")
+            assert found is not None
+            assert found.code == "marked"
+            assert refusal(relu(Bench()), device_type="cuda") is None
+    assert refusal(node, device_type="cuda") is None
+
+
+@pytest.mark.parametrize(("major", "safe"), [(8, False), (9, True), (10, True), (12, False)])
+def test_grouped_products_need_a_kernel(major: int, safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (major, 0))
+    assert (refusal(grouped(Bench()), device_type="cuda") is None) == safe
+    assert refusal(grouped(Bench(), offsets=False), device_type="cuda") is None
 
 
 def test_structural_nodes_are_never_refused():

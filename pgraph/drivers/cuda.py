@@ -79,7 +79,7 @@ class CudaSession(Session):
     def node_count(self) -> int:
         error, _, count = cu.cuGraphGetNodes(self._graph, 0)
         if error != cu.CUresult.CUDA_SUCCESS:
-            raise CaptureError(_invalid(f"the capture was lost: {error.name}"))
+            raise _lost("the capture was lost", error)
         return int(count)
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ class CudaSession(Session):
         if error != cu.CUresult.CUDA_SUCCESS:
             torch._C._cuda_clearCublasWorkspaces()
             _clear_last_error()
-            raise CaptureError(_invalid(f"the driver ended the capture with {error.name}"))
+            raise _lost("the driver ended the capture", error)
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.chain = chain_of(graph)
@@ -316,9 +316,14 @@ def _clear_last_error() -> None:
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
-def _invalid(sentence: str) -> Reason:
-    return Reason(
-        "capture-lost",
-        sentence,
-        "some op synchronizes, allocates or uses another stream; mark it with pgraph.mark_unsafe",
+def _lost(sentence: str, error: Any) -> CaptureError | DriverError:
+    """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
+    if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        return DriverError(f"{sentence}: {error.name}")
+    return CaptureError(
+        Reason(
+            "capture-lost",
+            f"{sentence}: {error.name}",
+            "some op synchronizes, allocates or uses another stream; mark it with pgraph.mark_unsafe",
+        )
     )

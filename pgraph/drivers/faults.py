@@ -12,11 +12,28 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from pgraph.errors import DriverError
+import torch
 
-__all__ = ["HostFaults", "Step", "active", "inject"]
+from pgraph.errors import CaptureError, DriverError
+from pgraph.reasons import Reason
 
-Step = Literal["arena", "begin", "op", "end", "second-end", "instantiate", "set_params", "launch"]
+__all__ = ["HostFaults", "Kind", "Step", "active", "inject"]
+
+Step = Literal[
+    "arena",
+    "begin",
+    "op",
+    "end",
+    "second-begin",
+    "second-op",
+    "second-end",
+    "match",
+    "instantiate",
+    "allocate",
+    "set_params",
+    "launch",
+]
+Kind = Literal["device", "memory", "lost"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +51,8 @@ class HostFaults:
         elsewhere: ops whose kernels go to a stream that is not being captured.
         reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
         fail_at: the step that fails.
+        fail_as: how: a call of the driver's fails, memory runs out, or (while capturing) the capture is
+            lost for good.
         fail_count: how many times it fails; after that it works.
         framework: (address, nbytes) ranges that the driver reports as the framework's memory.
     """
@@ -47,6 +66,7 @@ class HostFaults:
     elsewhere: frozenset[str] = frozenset()
     reuse: bool = False
     fail_at: Step | None = None
+    fail_as: Kind = "device"
     fail_count: int = 1_000_000
     framework: tuple[tuple[int, int], ...] = ()
 
@@ -54,11 +74,17 @@ class HostFaults:
         """Fail here if told so.
 
         Raises:
-            DriverError: this is the step that fails.
+            DriverError, torch.OutOfMemoryError, CaptureError: this is the step that fails.
         """
-        if self.fail_at == name and self.fail_count > 0:
-            self.fail_count -= 1
-            raise DriverError(f"injected failure at step {name!r}")
+        if self.fail_at != name or self.fail_count <= 0:
+            return
+        self.fail_count -= 1
+        sentence = f"injected failure at step {name!r}"
+        if self.fail_as == "device":
+            raise DriverError(sentence)
+        if self.fail_as == "memory":
+            raise torch.OutOfMemoryError(sentence)
+        raise CaptureError(Reason("capture-lost", sentence, "end the injection"))
 
 
 _NONE = HostFaults()

@@ -113,9 +113,10 @@ class HostSession(Session):
         self._nodes: list[NodeRecord] = []
         self._hidden: list[HiddenAllocation] = []
         self._fake = FakeTensorMode()
+        self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         faults = fault.active()
-        faults.step("begin")
+        faults.step("second-begin" if self._second else "begin")
         if faults.moving_words:
             self._moving = faults.moving_words[0]
             faults.moving_words = (*faults.moving_words[1:], faults.moving_words[0])
@@ -142,7 +143,7 @@ class HostSession(Session):
         return found
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fault.active().step("op")
+        fault.active().step("second-op" if self._second else "op")
         if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
             return op(*args, **kwargs)
         refuse_random(op, args, kwargs)
@@ -323,10 +324,12 @@ class HostDriver(Driver):
         return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first)
 
     def framework_ranges(self) -> RangeMap | None:
+        fault.active().step("match")
         ranges = fault.active().framework
         return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        fault.active().step("allocate")
         return torch.empty_strided(size, stride, dtype=dtype)
 
     def on_device(self) -> None:

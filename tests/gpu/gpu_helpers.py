@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -44,6 +45,28 @@ def whole(*size: int, high: int = 5, dtype: torch.dtype = torch.float32, grad: b
 def index(*size: int, high: int) -> Tensor:
     """Indices in [0, high)."""
     return torch.randint(0, high, size, device=DEVICE)
+
+
+def random_ops() -> list[Tensor]:
+    """A hundred ordinary random ops of several kinds under one seed."""
+    torch.manual_seed(11)
+    x = torch.ones(50, 40, device=DEVICE)
+    q = torch.ones(1, 2, 64, 32, device=DEVICE, dtype=torch.bfloat16)
+    results = []
+    for _ in range(10):
+        results += [
+            torch.rand(33, device=DEVICE),
+            torch.randn(1000, device=DEVICE),
+            torch.randint(0, 99, (77,), device=DEVICE),
+            torch.randperm(200, device=DEVICE),
+            torch.bernoulli(x * 0.3),
+            F.dropout(x, 0.4),
+            torch.empty(60, device=DEVICE).exponential_(),
+            torch.multinomial(x[0], 5),
+            torch.normal(x, 2.0),
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
+        ]
+    return results
 
 
 # -- what pgraph did ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gpu_helpers import (
     partitions,
     python,
     randn,
+    random_ops,
     same_bits,
 )
 from torch import Tensor
@@ -76,36 +77,14 @@ def _fail(name: str) -> None:
     assert partition.stats.plain_runs == 4, explain()
 
 
-def _random_ops() -> list[Tensor]:
-    """A hundred ordinary random ops of several kinds under one seed."""
-    torch.manual_seed(11)
-    x = torch.ones(50, 40, device=DEVICE)
-    q = torch.ones(1, 2, 64, 32, device=DEVICE, dtype=torch.bfloat16)
-    results = []
-    for _ in range(10):
-        results += [
-            torch.rand(33, device=DEVICE),
-            torch.randn(1000, device=DEVICE),
-            torch.randint(0, 99, (77,), device=DEVICE),
-            torch.randperm(200, device=DEVICE),
-            torch.bernoulli(x * 0.3),
-            F.dropout(x, 0.4),
-            torch.empty(60, device=DEVICE).exponential_(),
-            torch.multinomial(x[0], 5),
-            torch.normal(x, 2.0),
-            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
-        ]
-    return results
-
-
 @pytest.mark.parametrize("name", list(BODIES))
 def test_failed_capture_leaves_the_process_healthy(name: str) -> None:
-    expected = _random_ops()
+    expected = random_ops()
     stream = torch.cuda.current_stream()
     _fail(name)
     assert torch.cuda.current_stream() == stream
     assert not torch.cuda.is_current_stream_capturing()
-    for i, (got, want) in enumerate(zip(_random_ops(), expected, strict=True)):
+    for i, (got, want) in enumerate(zip(random_ops(), expected, strict=True)):
         assert same_bits(got, want), f"random op {i} differs after a failed capture{explain()}"
     # Allocator, autograd and another user's capture.
     x = randn(300, 300, grad=True)

@@ -183,6 +183,29 @@ def test_under_the_profiler() -> None:
     assert_launched(3)
 
 
+def test_the_profiler_shows_what_was_launched() -> None:
+    """Kernels lie under a range that names step, part and module, in the forward and in the backward."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(DEVICE)
+    compiled = compile_pgraph(model, codegen="aten")
+    for _ in range(3):
+        compiled(randn(32, 64)).sum().backward()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        compiled(randn(32, 64)).sum().backward()
+        torch.cuda.synchronize()
+    cpu = torch.autograd.DeviceType.CPU  # the profiler repeats ranges on the device's time line
+    ranges = [e for e in profiler.events() if e.name.startswith("pgraph::") and e.device_type == cpu]
+    named = {e.name.split()[0] + " " + e.name.split()[1] for e in ranges}
+    assert named == {"pgraph::launch forward", "pgraph::launch backward"}, f"{named}{explain()}"
+    assert all(e.name.endswith(": Sequential") for e in ranges), [e.name for e in ranges]
+    for e in profiler.events():
+        if "GraphLaunch" not in e.name:  # not every build of the profiler follows the driver API
+            continue
+        span = e.time_range
+        around = [r for r in ranges if r.time_range.start <= span.start and span.end <= r.time_range.end]
+        assert around, f"a graph launch lies outside every range{explain()}"
+
+
 _SMALL = """
 import hashlib, torch
 import gpu_helpers as h

@@ -1,0 +1,202 @@
+"""Sizes that take turns: which of them are captured, and that nothing grows with their number."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import resource
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import host, same
+from torch import Tensor
+
+import pgraph
+from pgraph import stats
+from pgraph.keeping import PATIENCE, WAITING
+from pgraph.variant import Variant
+
+
+def running_sum(x: Tensor) -> Tensor:
+    return (x + x.shape[0]).cumsum(0)
+
+
+def call(compiled: Any, sizes: Iterable[int]) -> list[bool]:
+    """One call per size, compared with eager; which of them were launches."""
+    launched = []
+    for n in sizes:
+        before = pgraph.report().launches
+        x = torch.randn(n, 3)
+        same(compiled(x), running_sum(x))
+        launched.append(pgraph.report().launches > before)
+        assert len(kept()) <= LIMIT
+    return launched
+
+
+LIMIT = 3
+
+
+def kept() -> list[int]:
+    """The sizes that have a capture."""
+    (partition,) = stats.live_partitions()
+    return sorted(v.tensors[0][1][0] for v in partition.variants() if v.launcher is not None)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    mine = [r for r in caplog.records if r.name.startswith("pgraph")]
+    return [r.getMessage() for r in mine if r.levelno >= logging.WARNING]
+
+
+def test_two_sizes_in_turn_with_room_for_one(caplog: pytest.LogCaptureFixture) -> None:
+    """One of them is captured and stays, and the user is told once which dimension varies."""
+    compiled = host(running_sum, dynamic=True, max_captures=1)
+    launched = call(compiled, [5, 7] * 60)
+    assert pgraph.report().captures == 1
+    assert sum(launched) == 60 - 1
+    assert kept() == [5]
+    (told,) = warnings(caplog)
+    assert "max_captures=1" in told
+    assert "dimension 0 of x went from 5 to 7" in told
+    assert "raise max_captures" in told
+
+
+@pytest.mark.parametrize("sizes", [4, 7])
+def test_more_sizes_in_turn_than_room(sizes: int) -> None:
+    """The least recently used capture is always the next one needed: none may go for that."""
+    compiled = host(running_sum, dynamic=True, max_captures=LIMIT)
+    launched = call(compiled, list(range(2, 2 + sizes)) * 30)
+    assert pgraph.report().captures == LIMIT
+    assert sum(launched) == LIMIT * (30 - 1)
+
+
+def test_work_that_moves_on_is_followed_at_once() -> None:
+    """A new size, used alone, is captured after its warm-up, whatever was captured before."""
+    compiled = host(running_sum, dynamic=True, max_captures=1)
+    for n in range(2, 2 + PATIENCE + 4):
+        assert sum(call(compiled, [n] * 12)) >= 12 - 1 - PATIENCE
+        assert kept() == [n]
+    assert pgraph.report().captures == PATIENCE + 4
+
+
+def test_long_turns_are_followed_and_short_ones_are_not() -> None:
+    compiled = host(running_sum, dynamic=True, max_captures=1)
+    call(compiled, ([5] * 3 + [7] * 3) * 40)
+    short = pgraph.report().captures
+    assert short <= 4
+    launched = call(compiled, ([5] * 30 + [7] * 30) * 4)
+    assert pgraph.report().captures - short >= 6
+    assert sum(launched) > 0.6 * len(launched)
+
+
+def test_a_busy_newcomer_takes_the_place_of_a_resting_one() -> None:
+    """Two captures in use and one that rests: the newcomer takes the resting one's place."""
+    compiled = host(running_sum, dynamic=True, max_captures=3)
+    call(compiled, [2, 2, 3, 3, 4, 4])
+    call(compiled, [3, 4, 9] * (PATIENCE + 4))
+    assert kept() == [3, 4, 9]
+    assert pgraph.report().captures == 4
+
+
+def test_a_size_used_far_more_often_takes_a_place() -> None:
+    """Also when nothing rests."""
+    compiled = host(running_sum, dynamic=True, max_captures=1)
+    call(compiled, [2, 2])
+    call(compiled, [2, 9, 9, 9] * PATIENCE)
+    assert kept() == [9]
+
+
+def test_layouts_in_turn_are_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = host(lambda x: (x * 2).cumsum(0), dynamic=True, max_captures=1)
+    base = torch.randn(40, 2)
+    for k in [0, 1] * 30:
+        x = base.view(-1)[k : k + 20]  # another alignment
+        same(compiled(x), (x * 2).cumsum(0))
+    assert pgraph.report().captures == 1
+    (told,) = warnings(caplog)
+    assert "alignments vary" in told
+
+
+def test_python_numbers_that_vary() -> None:
+    """Each value is a capture of its own, and never another's result."""
+
+    def fn(x: Tensor, n: int) -> Tensor:
+        return (x * n + n).cumsum(0)
+
+    compiled = host(fn, dynamic=True, max_captures=2)
+    for n in (5, 5, 5, 6, 6, 7, 5, 6, 6, 8, 9, 10, 5, 5):
+        x = torch.randn(4, 3)
+        same(compiled(x, n), fn(x, n))
+    assert pgraph.report().captures >= 2
+    assert pgraph.report().launches >= 3
+
+
+class Records(logging.Handler):
+    """Keeps what pgraph's loggers say."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.heard: list[str] = []
+        self.warnings = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+        self.warnings += record.levelno >= logging.WARNING
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    """What pgraph's loggers say during the test."""
+    handler = Records()
+    logging.getLogger("pgraph").addHandler(handler)
+    yield handler
+    logging.getLogger("pgraph").removeHandler(handler)
+
+
+def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
+    """Captures, execs, what is remembered, objects, log records and memory stay within bounds."""
+    compiled = host(running_sum, dynamic=True, max_captures=4)
+    sizes = random.Random(0)
+    x = torch.randn(2100, 2)
+    for n in (3, 3, 4, 4):
+        compiled(x[:n])
+    (partition,) = stats.live_partitions()
+    execs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def sweep(calls: int) -> tuple[Counter[str], int]:
+        made = 0
+        while made < calls:
+            n = sizes.randrange(2, 2000)
+            for _ in range(sizes.choice((1, 1, 1, 2, 2, 40))):
+                y = compiled(x[:n])
+                made += 1
+            captured = [v for v in partition.variants() if v.launcher is not None]
+            execs.update(e for v in captured for e in v.built.execs)
+            assert len(captured) <= 4
+            assert torch.equal(y, running_sum(x[:n]))
+            assert len(partition.variants()) <= 4 + WAITING
+        del y
+        gc.collect()
+        kinds = Counter(type(o).__name__ for o in gc.get_objects())
+        return kinds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before, memory = sweep(2000)
+    text, made, told = len(str(pgraph.report())), pgraph.report().captures, len(records.heard)
+    after, grown = sweep(8000)
+    report = pgraph.report()
+    assert report.partitions[0].launches + report.partitions[0].plain_runs >= 10_000
+    assert report.captures > 100, "captures were to be made and dropped all the time"
+    assert len(execs) <= 4 * len(partition.template().plan.chunks)
+    assert len(stats.live_parts()) == len(stats._parts) == 1
+    assert len(str(report)) <= text + 20, "the report grows"
+    assert records.warnings == 3, "new captures, evictions and crowding are told once each"
+    # Information for each capture is meant; it is what TORCH_LOGS asks for.
+    assert len(records.heard) - told <= 3 * (report.captures - made)
+    assert after[Variant.__name__] <= 4 + WAITING
+    more = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind] > 400}
+    assert not more, f"objects pile up: {more}"
+    assert grown - memory < 30_000, f"{(grown - memory) / 1024:.0f} MiB more"
