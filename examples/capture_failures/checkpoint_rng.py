@@ -54,14 +54,24 @@ def start(fn: Any, device: torch.device) -> Trial:
 
 
 def plain() -> None:
-    record(program, *inputs(torch.device("cuda")))
+    x, w, noise = inputs(torch.device("cuda"))
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = program(x, w, noise)
+        (grad,) = torch.autograd.grad(y.sum(), w)
+        return y, grad
+
+    graph, (y, grad) = record(step)
+    graph.replay()
+    if not torch.allclose(grad, y.sum(0), atol=1e-3):
+        raise AssertionError("the recomputation in the graph drew other numbers than its forward")
 
 
 ENTRY = Entry(
-    symptom="an error that `current_seed` or `clone_impl` cannot be called during a capture",
+    symptom="an error about the generator's seed or state during a capture",
     cause="checkpointing saves the generator's state on the host",
     fix="draw the numbers outside and pass them in; with Inductor's code, nothing",
-    shows=r"(current_seed|clone_impl)",
+    shows=r"(current_seed|clone_impl|set_state|philox|[Gg]enerator|drew other numbers)",
     plain=plain,
     program=functools.partial(start, program),
     fixed=functools.partial(start, fixed),

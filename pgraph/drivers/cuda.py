@@ -38,8 +38,9 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver as cu
+from torch.utils._pytree import tree_map_only
 
-from pgraph import native
+from pgraph import native, optable
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
 from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
@@ -47,6 +48,7 @@ from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
 from pgraph.native import address_of
+from pgraph.nodes import op_name
 from pgraph.peaks import GhostPeaks, PeakLedger
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
@@ -86,7 +88,8 @@ class CudaSession(Session):
         self._pools.refresh()
         if self._scrub is not None:
             self._scrub()
-        return op(*args, **kwargs)
+        result = op(*args, **kwargs)
+        return _host_seeds(result) if op_name(op) in optable.ATTENTION_OPS else result
 
     def patches(
         self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
@@ -238,6 +241,21 @@ class CudaDriver(Driver):
                 self._raw_stream = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))[0]
                 self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
         return self._stream
+
+
+def _host_seeds(result: Any) -> Any:
+    """Attention's results as a plain run gives them.
+
+    Note [Seeds of attention]
+    Attention without dropout (only that is captured) returns a seed and an offset that nobody reads: on
+    the host, but on the device while a capture is under way. Whoever compares a captured run's results
+    with a plain one's, as checkpointing does with what it saved and recomputed, must see no difference.
+    """
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty((), dtype=t.dtype) if t.dim() == 0 and t.dtype == torch.int64 else t,
+        result,
+    )
 
 
 def _native_calls(index: int) -> NativeCalls | None:

@@ -76,13 +76,12 @@ def main() -> int:
     recorder = Recorder()
     options = [
         "-p",
-        "no:logging",
-        "-p",
         "no:cacheprovider",
         "-p",
         "no:benchmark",
         "-q",
         "--tb=short",
+        "--show-capture=no",  # torch's trace records would bury the report
         f"--rootdir={ROOT}",
     ]
     targets = [r for r in rest if not r.startswith("-") and ("::" in r or r.endswith(".py"))] or [str(HERE)]

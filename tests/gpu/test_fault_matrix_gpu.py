@@ -179,7 +179,7 @@ def test_a_warm_up_without_memory_is_the_users_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(partition, "_plain", _no_memory)
     for _ in range(3):
         with pytest.raises(torch.OutOfMemoryError, match="injected"):
-            compiled(randn(16, 64))
+            compiled(randn(16, 64, grad=True))
     monkeypatch.undo()
     _agree(compiled, module, twin, 4)
     assert_launched(3)

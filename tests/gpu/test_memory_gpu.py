@@ -1,8 +1,9 @@
-"""pgraph holds no memory of its own, takes none to capture, and peaks where Inductor does."""
+"""pgraph holds no memory of its own, takes none to capture, peaks where Inductor does. To be run alone."""
 
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from gpu_helpers import (
     partitions,
     python,
     randn,
+    report,
     same_bits,
 )
 from llama import Llama, LlamaConfig
@@ -335,3 +337,41 @@ print("RIGHT")
 def test_expandable_segments() -> None:
     output = finish(python(_EXPANDABLE, PYTORCH_ALLOC_CONF="expandable_segments:True"))
     assert "RIGHT" in output, output
+
+
+def test_ten_thousand_calls_with_random_shapes() -> None:
+    """Forty sizes and room for four captures: device memory, captures and execs stay within bounds."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 2 + x.shape[0]).cumsum(0)
+
+    compiled = compile_pgraph(fn, dynamic=True, codegen="aten", max_captures=4)
+    sizes, x = random.Random(0), randn(64, 32)
+    for n in (8, 8, 9, 9):
+        compiled(x[:n])
+    (partition,) = partitions()
+
+    def sweep(calls: int) -> tuple[int, int, int]:
+        made = 0
+        while made < calls:
+            n = sizes.randrange(3, 43)
+            for _ in range(sizes.choice((1, 1, 2, 2, 30, 60))):
+                y = compiled(x[:n])
+                made += 1
+            assert same_bits(y, fn(x[:n])), f"{n} rows{explain()}"
+            assert sum(v.launcher is not None for v in partition.variants()) <= 4
+        del y
+        gc.collect()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
+
+    allocated, reserved, used = sweep(2000)
+    now = sweep(8000)
+    counters = report().partitions[0]
+    assert counters.launches > 4000, explain()
+    assert counters.captures > 20, explain()
+    assert now[0] <= allocated, f"{now[0] - allocated} bytes more are allocated{explain()}"
+    assert now[1] <= reserved + (4 << 20), f"{now[1] - reserved} bytes more are reserved{explain()}"
+    assert now[2] <= used + (64 << 20), f"{now[2] - used} bytes more of the device are used{explain()}"
+    assert len(built()) <= 4
