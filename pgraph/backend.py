@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -191,12 +192,17 @@ def _compile_parts(
         compiled = compile_part(gm, example_inputs, None)
         return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
+    donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
+    # One part alone reads it, so that no other has it or a view of it.
+    reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
     runners = []
     with compat.own_output_strides(len(split.output_slots)):
         for call, part in zip(split.calls, facts, strict=True):
             inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
             fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
-            compiled = compile_part(call.module, inputs, fixed)
+            own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
+            with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
+                compiled = compile_part(call.module, inputs, fixed)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed)))
     return compat.boxed(GraphRunner(split, runners))
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch._inductor.utils import get_donated_idxs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -227,3 +229,20 @@ def test_tensor_shims() -> None:
     assert address.value == x.data_ptr()
     assert delete(handle) == 0
     assert sys.getrefcount(x) == count
+
+
+def test_donated_inputs() -> None:
+    """What a backward may overwrite stands in the tracing context, which the compiler of a part reads."""
+    assert compat.donated_inputs() == ()
+    with compat.donating([3]):
+        assert compat.donated_inputs() == ()
+    context = TracingContext(FakeTensorMode())
+    with tracing(context):
+        context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=[2, 4])  # type: ignore[assignment]
+        assert compat.donated_inputs() == (2, 4)
+        tag = torch.compiler.config.cache_key_tag
+        with compat.donating([0]):
+            assert get_donated_idxs() == [0]
+            assert torch.compiler.config.cache_key_tag == f"{tag} donated [0]"
+        assert get_donated_idxs() == [2, 4]
+        assert torch.compiler.config.cache_key_tag == tag
