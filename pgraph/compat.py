@@ -225,7 +225,7 @@ def donating(positions: Sequence[int]) -> Iterator[None]:
     kept, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
     tag = f"{torch.compiler.config.cache_key_tag} donated {list(positions)}"
     try:
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             yield
     finally:
         metadata.bw_donated_idxs = kept

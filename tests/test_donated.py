@@ -24,7 +24,7 @@ def cutting_cumsum() -> Iterator[None]:
 def test_parts_of_a_backward_write_into_nobodys_tensors(
     cutting_cumsum: None, inductor_cache: pathlib.Path
 ) -> None:
-    """The saved results of `cumsum` are donated, inputs 5 and 6 of the whole. In a part, those are the user's."""
+    """The results of `cumsum` are donated: inputs 5 and 6 of the whole, where a part has the user's."""
 
     def fn(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> Tensor:
         total = a.sin() + b.sin() + c.sin() + d.sin() + e.sin()
