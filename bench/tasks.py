@@ -86,8 +86,7 @@ class LlamaTask(Task):
 
     def compile(self, scope: str, **kwargs: Any) -> None:
         if scope == "block" and self.load.checkpoint:
-            # The checkpoint goes around the compiled block. Inside it, attention would be recomputed with
-            # the generator's state of its first run, which is set on the host and splits the graph.
+            # The checkpoint goes around the compiled block, as the results in the README were measured.
             for block in self.model.blocks:
                 block.inner.compile(**kwargs)
         else:

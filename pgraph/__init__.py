@@ -5,6 +5,7 @@ The files, in the order in which data flows through them:
 ========================  ==========================================================================
 `backend`                 Dynamo graph in; forward, backward and inference graphs to runners
 `options`, `environment`  what a user can choose
+`seedless`                checkpointed ops that draw nothing lose the generator's state kept for them
 `safety`, `rules_*`,      which ops may be captured, and why not
 `nodes`, `optable`
 `partition`               contiguous runs of safe and unsafe ops, each a module of its own

@@ -2,7 +2,8 @@
 
 1. Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward,
    backward and inference ATen graphs.
-2. `pgraph.safety` judges each node, `pgraph.partition` cuts the graph into contiguous parts.
+2. `pgraph.seedless` frees ops that draw nothing from the generator's states that are kept for them,
+   `pgraph.safety` judges each node, `pgraph.partition` cuts the graph into contiguous parts.
 3. Each part is compiled on its own; a safe one gets a `PartitionRunner`, an unsafe one runs as it is.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ from pgraph.partition import Call, Part, extract, scan
 from pgraph.reasons import Reason
 from pgraph.runner import Boxed, GraphRunner, PartitionRunner
 from pgraph.safety import refusal
+from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
 
 __all__ = ["Backend", "backend"]
@@ -152,8 +155,24 @@ def _compile(
     compile_part: _CompilePart,
     broken: Reason | None,
 ) -> Boxed:
-    """Cut one ATen graph, compile the parts, and put a runner around them."""
+    """Unwrap what draws nothing, cut one ATen graph, compile the parts, and put a runner around them."""
     driver = drivers.choose(options.driver, gm)
+    if driver is None or (unwrapped := unwrap(gm)) is None:
+        return _compile_parts(gm, example_inputs, driver, options, kind, compile_part, broken)
+    inputs = unwrapped.inputs(example_inputs)
+    run = _compile_parts(unwrapped.module, inputs, driver, options, kind, compile_part, broken)
+    return unwrapped.around(run)
+
+
+def _compile_parts(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    driver: Driver | None,
+    options: Options,
+    kind: Kind,
+    compile_part: _CompilePart,
+    broken: Reason | None,
+) -> Boxed:
     parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
     if not parts:
         return compile_part(gm, example_inputs, None)
@@ -173,12 +192,17 @@ def _compile(
         compiled = compile_part(gm, example_inputs, None)
         return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
+    donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
+    # One part alone reads it, so that no other has it or a view of it.
+    reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
     runners = []
     with compat.own_output_strides(len(split.output_slots)):
         for call, part in zip(split.calls, facts, strict=True):
             inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
             fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
-            compiled = compile_part(call.module, inputs, fixed)
+            own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
+            with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
+                compiled = compile_part(call.module, inputs, fixed)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed)))
     return compat.boxed(GraphRunner(split, runners))
 

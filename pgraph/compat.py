@@ -29,6 +29,8 @@ __all__ = [
     "boxed_module",
     "compile_graph",
     "compile_model",
+    "donated_inputs",
+    "donating",
     "eager_backward",
     "fake_mode_of",
     "generated_namespaces",
@@ -202,6 +204,35 @@ def static_inputs(gm: torch.fx.GraphModule, is_backward: bool) -> frozenset[int]
     names = {f"primals_{i + 1}" for i in static}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return frozenset(i for i, n in enumerate(placeholders) if n.name in names)
+
+
+def donated_inputs() -> tuple[int, ...]:
+    """Positions of the backward graph's inputs that only it has, so that its code may overwrite them."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return tuple(getattr(metadata, "bw_donated_idxs", None) or ())
+
+
+@contextlib.contextmanager
+def donating(positions: Sequence[int]) -> Iterator[None]:
+    """Compile a part of a backward graph, of whose inputs those at `positions` may be overwritten.
+
+    Note [Donated by position]
+    Inductor takes the whole graph's positions for any graph that it compiles for the backward: in a part,
+    where they belong to other tensors, its code would write into a parameter or a user's input. Its cache
+    does not look at them at all, so they go into the key.
+    """
+    if not donated_inputs():
+        yield
+        return
+    metadata: Any = TracingContext.get().fw_metadata
+    kept, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
+    tag = f"{torch.compiler.config.cache_key_tag} donated {list(positions)}"
+    try:
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            yield
+    finally:
+        metadata.bw_donated_idxs = kept
 
 
 def eager_backward() -> contextlib.AbstractContextManager[Any]:

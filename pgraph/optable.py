@@ -170,4 +170,26 @@ ATTENTION_OPS: Final = _aten(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
+# Op -> (argument, value): with this constant the op asks no generator for anything, as its sources say.
+# Not here although it looks alike: dropout with p=0, which draws on CUDA (`native_dropout`) and then keeps
+# everything, and `_scaled_dot_product_fused_attention_overrideable`, which is what a backend makes it.
+DRAWS_NOTHING: Final = MappingProxyType(
+    {
+        **dict.fromkeys(
+            _aten(
+                "_cudnn_attention_forward",
+                "_efficient_attention_forward",
+                "_flash_attention_forward",
+                "_scaled_dot_product_attention_math",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_flash_attention_for_cpu",
+            ),
+            ("dropout_p", 0.0),
+        ),
+        **dict.fromkeys(_aten("dropout", "native_dropout"), ("train", False)),
+    }
+)
+
 OPAQUE_TYPES: Final = frozenset({"FakeScriptObject", "FakeOpaqueObject"})

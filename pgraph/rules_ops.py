@@ -98,8 +98,8 @@ def higher_order(node: Node, device_type: str) -> Reason | None:
             node,
             "rng-state",
             f"{name} swaps the generator's state on the host{f' to repeat {drawn[0]}' if drawn else ''}",
-            "draw the numbers outside the checkpointed region and pass them in; preserve_rng_state=False "
-            "only where the recomputation may draw others",
+            "draw the numbers outside the checkpointed region and pass them in, or do without dropout there "
+            "(attention with dropout_p=0 is captured); preserve_rng_state=False changes nothing here",
         )
         # The node was made long after tracing; what goes into it stands at the same place, or just before.
         lines = (user_line(source) for source in node.all_input_nodes if source.op != "placeholder")

@@ -41,7 +41,9 @@ class Dimension:
 def dimensions(module: GraphModule) -> tuple[Dimension, ...]:
     """The plain symbols among the sizes of a module's inputs, each once."""
     found: dict[str, Dimension] = {}
-    values = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    # What nothing reads (a generator's state that is not needed) may be of any size.
+    values = [node.meta.get("val") if node.users else None for node in placeholders]
     for position, value in enumerate(values):
         if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
             found.setdefault(name, Dimension(_label(value, name), position, None))

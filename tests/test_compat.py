@@ -10,12 +10,14 @@ import ctypes
 import functools
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch._inductor.utils import get_donated_idxs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -271,3 +273,20 @@ def test_partition_ops() -> None:
     assert compat.partition_ops() == set()
     with torch._inductor.config.patch(custom_should_partition_ops=["my::op"]):
         assert compat.partition_ops() == {"my::op"}
+
+
+def test_donated_inputs() -> None:
+    """What a backward may overwrite stands in the tracing context, which the compiler of a part reads."""
+    assert compat.donated_inputs() == ()
+    with compat.donating([3]):
+        assert compat.donated_inputs() == ()
+    context = TracingContext(FakeTensorMode())
+    with tracing(context):
+        context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=[2, 4])  # type: ignore[assignment]
+        assert compat.donated_inputs() == (2, 4)
+        tag = torch.compiler.config.cache_key_tag
+        with compat.donating([0]):
+            assert get_donated_idxs() == [0]
+            assert torch.compiler.config.cache_key_tag == f"{tag} donated [0]"
+        assert get_donated_idxs() == [2, 4]
+        assert torch.compiler.config.cache_key_tag == tag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support import host
 from torch import Tensor
@@ -68,3 +69,17 @@ def test_swapped_generator_states_have_a_line_and_name_the_op() -> None:
     reasons = [r for p in pgraph.report().parts for r in p.reasons if r.code == "rng-state"]
     assert len(reasons) == 2
     assert all("to repeat aten::" in r.sentence and __file__ in str(r.where) for r in reasons), reasons
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+@pytest.mark.parametrize(("p", "codes"), [(0.0, set()), (0.5, {"rng-state"})])
+def test_the_fix_for_swapped_states_holds(p: float, codes: set[str], preserve: bool) -> None:
+    """Without dropout attention is captured; `preserve_rng_state=False` changes nothing inside a graph."""
+
+    def attend(q: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q * 2, q, q, dropout_p=p)
+
+    run = host(lambda q: checkpoint(attend, q, use_reentrant=False, preserve_rng_state=preserve))
+    run(torch.randn(1, 2, 4, 8, requires_grad=True)).sum().backward()
+    found = {r.code for part in pgraph.report().parts for r in part.reasons}
+    assert found & {"rng", "rng-state"} == codes, str(pgraph.report())

@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_*
 from pgraph.errors import OptionError
 from pgraph.safety import RULES, is_neutral, mark_unsafe, refusal, unmark_unsafe, user_line
+from pgraph.seedless import unwrap
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -157,6 +158,18 @@ def sdpa_backward(bench: Bench, dropout: float) -> Node:
     return bench.call(op, *args, like=[q.meta["val"]] * 3)
 
 
+def checkpointed_attention(bench: Bench, dropout: float) -> Node:
+    """Attention as AOTAutograd wraps it, after the pass that comes before the rules."""
+    plain, generator = sdpa(bench, dropout), bench.value(torch.Generator())
+    call = bench.graph.call_function
+    wrapped = call(graphsafe_run_with_rng_state, (plain.target, *plain.args), {"rng_state": generator})
+    wrapped.meta["val"] = plain.meta["val"]
+    bench.graph.output((wrapped,))
+    gm = GraphModule(torch.nn.Module(), bench.graph)
+    found = unwrap(gm)
+    return (gm if found is None else found.module).graph.output_node().args[0][0]
+
+
 def index(bench: Bench, op: Any, dtype: torch.dtype, *more: Node) -> Node:
     x = bench.tensor(4)
     return bench.call(op, x, [bench.tensor(4, dtype=dtype)], *more, like=x)
@@ -253,6 +266,12 @@ CASES = [
         "checkpointed dropout",
         lambda b: b.call(run_and_save_rng_state, aten.rand.default, [4], like=b.tensor(4)),
         relu,
+    ),
+    Case(
+        "rng-state",
+        "checkpointed attention",
+        lambda b: checkpointed_attention(b, 0.1),
+        lambda b: checkpointed_attention(b, 0.0),
     ),
     Case(
         "collective",
