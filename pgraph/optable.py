@@ -170,6 +170,9 @@ ATTENTION_OPS: Final = _aten(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
+# Their seed and offset are on the host in a plain run, and on the device in a capture.
+HOST_SEEDS: Final = _aten("_efficient_attention_forward", "_scaled_dot_product_efficient_attention")
+
 # Op -> (argument, value): with this constant the op asks no generator for anything, as its sources say.
 # Not here although it looks alike: dropout with p=0, which draws on CUDA (`native_dropout`) and then keeps
 # everything, and `_scaled_dot_product_fused_attention_overrideable`, which is what a backend makes it.

@@ -89,7 +89,7 @@ class CudaSession(Session):
         if self._scrub is not None:
             self._scrub()
         result = op(*args, **kwargs)
-        return _host_seeds(result) if op_name(op) in optable.ATTENTION_OPS else result
+        return _host_seeds(result) if op_name(op) in optable.HOST_SEEDS else result
 
     def patches(
         self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
@@ -247,9 +247,11 @@ def _host_seeds(result: Any) -> Any:
     """Attention's results as a plain run gives them.
 
     Note [Seeds of attention]
-    Attention without dropout (only that is captured) returns a seed and an offset that nobody reads: on
-    the host, but on the device while a capture is under way. Whoever compares a captured run's results
-    with a plain one's, as checkpointing does with what it saved and recomputed, must see no difference.
+    Attention without dropout (only that is captured) returns a seed and an offset that nobody reads.
+    The memory-efficient kernel's are on the host, but on the device while a capture is under way. Whoever
+    compares a captured run's results with a plain one's, as checkpointing does with what it saved and
+    recomputed, must see no difference. (cuDNN's and flash attention's are on the device in both, and
+    cuDNN's backward insists on it.)
     """
     return tree_map_only(
         torch.Tensor,

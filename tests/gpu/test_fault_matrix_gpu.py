@@ -79,14 +79,13 @@ def _agree(compiled: Any, module: nn.Module, twin: nn.Module, times: int) -> Non
             )
 
 
-def _settle() -> tuple[int, int]:
-    """(reserved bytes, bytes of the device in use) with all caches empty."""
+def _settle() -> int:
+    """Reserved bytes with all caches empty; what the device holds is other processes' too."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.memory_reserved(), total - free
+    return torch.cuda.memory_reserved()
 
 
 def _healthy(numbers: list[Tensor]) -> None:
@@ -117,7 +116,7 @@ def test_a_step_that_always_fails(
     compiled = compile_pgraph(module, codegen="aten")
     torch.manual_seed(5)
     state, cpu_state = torch.cuda.get_rng_state(), torch.get_rng_state()
-    reserved, used = _settle()
+    reserved = _settle()
     x = randn(16, 64)
     after_one = torch.cuda.get_rng_state()
     torch.cuda.set_rng_state(state)
@@ -152,8 +151,7 @@ def test_a_step_that_always_fails(
     twin.zero_grad(set_to_none=True)
     del x, counters, compiled
     now = _settle()
-    assert now[0] <= reserved + (2 << 20), f"{now[0] - reserved} more bytes are reserved{explain()}"
-    assert now[1] <= used + (64 << 20), f"{now[1] - used} more bytes of the device are in use{explain()}"
+    assert now <= reserved + (2 << 20), f"{now - reserved} more bytes are reserved{explain()}"
 
 
 @pytest.mark.parametrize(("step", "kind", "code"), TWICE, ids=[s for s, _, _ in TWICE])

@@ -1,0 +1,28 @@
+"""What the CUDA driver knows without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pgraph import optable
+
+cuda = pytest.importorskip("pgraph.drivers.cuda", reason="needs cuda-bindings")
+
+
+def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
+    """Numbers of the host's kind for the 0-dim integers, everything else as it was."""
+    attended, sums = torch.randn(2, 3), torch.randn(2)
+    seed = torch.empty((), dtype=torch.int64, device="meta")  # stands for the device
+    got = cuda._host_seeds((attended, sums, seed, seed, 7))
+    assert got[0] is attended
+    assert got[1] is sums
+    assert [(t.device.type, t.dtype, tuple(t.shape)) for t in got[2:4]] == [("cpu", torch.int64, ())] * 2
+    assert got[4] == 7
+
+
+def test_only_the_memory_efficient_kernel_has_its_seeds_on_the_host() -> None:
+    """cuDNN's backward refuses seeds that are not on the device."""
+    assert optable.HOST_SEEDS < optable.ATTENTION_OPS
+    assert all("efficient" in name for name in optable.HOST_SEEDS)
+    assert not any("backward" in name for name in optable.HOST_SEEDS)
