@@ -42,8 +42,9 @@ from torch.utils._pytree import tree_map_only
 
 from pgraph import native, optable
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
+from pgraph.drivers.cuda_exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
-from pgraph.drivers.cuda_nodes import CudaExec, CudaGraph, chain_of, read_node
+from pgraph.drivers.cuda_nodes import chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap

@@ -127,10 +127,10 @@ def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: b
 @contextlib.contextmanager
 def _launch_step(step: str, fault: Fault) -> Iterator[None]:
     """Replace a function that launches call, in the table of the native helper and in Python's list."""
-    from pgraph.drivers import cuda_nodes
+    from pgraph.drivers import cuda_exec
 
     position = {"rebind": 0, "launch": 3}[step]
-    functions, table = cuda_nodes._calls()
+    functions, table = cuda_exec._calls()
     real, address = functions[position], table[position]
     kind = ctypes.CFUNCTYPE(ctypes.c_int, *real.argtypes)
     call = kind(lambda *args: int(fault.code()) if fault.strikes() else real(*args))
@@ -145,7 +145,7 @@ _KEEP: list[Any] = []  # a launcher may outlive the injection
 
 
 def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
-    from pgraph.drivers import cuda, cuda_ghost, cuda_nodes
+    from pgraph.drivers import cuda, cuda_exec, cuda_ghost
 
     def raising(real: Callable[..., Any], error: Callable[[], Exception]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
         wrong = MemoryError if fault.kind == "memory" else PlanError
         patch.setattr(build, "make_plan", raising(build.make_plan, lambda: wrong("injected")))
     elif step == "instantiate":
-        _call(patch, cuda_nodes, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
+        _call(patch, cuda_exec, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
     elif step == "allocate":
         calls_of = cuda.CudaDriver.native_calls
         # Memory without a tensor is refused: then the launch in C asks for a tensor.
