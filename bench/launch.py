@@ -1,0 +1,187 @@
+"""Where a training step's host time goes: forward, backward, optimizer, and pgraph's own part of them.
+
+    python bench/launch.py                                        # 16x1024 by blocks; cpu-tiny without a GPU
+    python bench/launch.py --config 4x256 --scope model --backends reduce-overhead pgraph
+
+Host time, not the device's: the device is drained before each step. Each backend runs in a process of its
+own. For pgraph each partition has a row: what it allocates and launches, and the microseconds of its calls.
+"Native" is the time within the launch path in C, where there is one; what is left is Python around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import _paths
+import torch
+from configs import WORKLOADS
+from memory import default_backends
+from tabulate import tabulate
+from worker import Device, Spec, Trainer
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line of this program; `argv` None reads the real one."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", choices=list(WORKLOADS), default="16x1024" if on_gpu else "cpu-tiny")
+    add("--scope", choices=["block", "model"], default="block")
+    add("--backends", nargs="+", default=default_backends(on_gpu))
+    add("--steps", type=int, default=30, help="steps of which the median is taken")
+    add("--warmup", type=int, default=8)
+    add("--timeout", type=float, default=600.0, help="seconds for one process")
+    add("--one", default=None, help=argparse.SUPPRESS)  # measure this backend here, print JSON
+    return parser.parse_args(argv)
+
+
+class Watched:
+    """Collects the microseconds of each call, by name."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = collections.defaultdict(list)
+
+    def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`call`, timed."""
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.times[name].append((time.perf_counter() - began) * 1e6)
+
+        return timed
+
+    def median(self, name: str) -> float | None:
+        """Microseconds; None if it was never called."""
+        return statistics.median(self.times[name]) if self.times[name] else None
+
+
+def phases(trainer: Trainer, device: Device, steps: int) -> dict[str, float]:
+    """Median host ms of each phase of a step."""
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    assert trainer.optimizer is not None
+    for _ in range(steps):
+        device.drain()
+        trainer._begin()
+        batch = trainer.batch()
+        marks = [time.perf_counter()]
+        loss = trainer.task.loss(*batch)
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        marks.append(time.perf_counter())
+        for i, phase in enumerate(PHASES):
+            found[phase].append((marks[i + 1] - marks[i]) * 1e3)
+        del loss
+    return {phase: statistics.median(times) for phase, times in found.items()}
+
+
+def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, Any]]:
+    """A row for each captured partition of pgraph's, from further steps."""
+    from pgraph import runner, stats
+
+    watched = Watched()
+    live = [p for p in stats.live_partitions() if p.template() is not None]
+    real = runner.PartitionRunner.__call__
+    before = {p.name: p.stats.launches for p in live}
+    for partition in live:
+        for variant in partition.variants():
+            if variant.call is not None:
+                variant.call = watched.around(variant.call, f"{partition.name} native")
+
+    def call(self: Any, args: list[Any]) -> Any:
+        return watched.around(real, self.name)(self, args)
+
+    runner.PartitionRunner.__call__ = call  # type: ignore[method-assign]
+    try:
+        phases(trainer, device, steps)
+    finally:
+        runner.PartitionRunner.__call__ = real  # type: ignore[method-assign]
+    rows = []
+    for partition in live:
+        template = partition.template()
+        assert template is not None
+        rows.append(
+            {
+                "partition": partition.name,
+                "inputs": template.n_inputs,
+                "results": len(template.outputs),
+                "blocks": len(template.plan.blocks),
+                "chunks": len(template.plan.chunks),
+                "nodes": len(template.nodes),
+                "launches/step": (partition.stats.launches - before[partition.name]) / steps,
+                "us/call": watched.median(partition.name),
+                "native us": watched.median(f"{partition.name} native"),
+            }
+        )
+    return rows
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One backend's figures, in this process."""
+    device = Device("auto")
+    driver = "auto" if device.on_gpu else "host"
+    trainer = Trainer(
+        Spec(config=args.config, scope=args.scope, backend=args.one, driver=driver, device=device.torch.type),
+        device,
+    )
+    for _ in range(args.warmup):
+        trainer.step()
+    found: dict[str, Any] = {"backend": args.one, **phases(trainer, device, args.steps)}
+    found["sum"] = sum(found[phase] for phase in PHASES)
+    trainer.check()
+    return found | {"partitions": partitions(trainer, device, args.steps) if args.one == "pgraph" else []}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each backend in a process of its own and print two tables; 1 if one of them failed."""
+    args = parse_args(argv)
+    if args.one is not None:
+        found = measure(args)
+        sys.stdout.flush()
+        print(json.dumps(found))
+        return 0
+    own = ["--config", args.config, "--scope", args.scope]
+    own += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    rows, parts, failed = [], [], 0
+    for backend in args.backends:
+        done = subprocess.run(
+            [sys.executable, __file__, *own, "--one", backend],
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+            cwd=_paths.REPO,
+        )
+        if done.returncode:
+            failed = 1
+            print(f"{backend} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        parts += found.pop("partitions")
+        rows.append(found)
+    print(f"Host ms of a step, {args.config} per {args.scope}:\n")
+    print(tabulate(rows, headers="keys", floatfmt=".2f", tablefmt="github"))
+    if parts:
+        print("\npgraph's partitions:\n")
+        print(tabulate(parts, headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"))
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""`bench/launch.py` on the host driver: figures of each phase, a row for each partition."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
+
+
+def test_phases_and_partitions() -> None:
+    command = [sys.executable, str(BENCH / "launch.py"), "--config", "cpu-tiny", "--backends", "pgraph"]
+    done = subprocess.run(
+        [*command, "--steps", "2", "--warmup", "3"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:-1] for line in done.stdout.splitlines() if "|" in line
+    }
+    forward, backward, optimizer, total = (float(cell) for cell in rows["pgraph"])
+    assert min(forward, backward, optimizer) > 0
+    assert abs(forward + backward + optimizer - total) < 0.05
+    parts = [name for name in rows if re.fullmatch(r"(forward|backward) \d+", name)]
+    assert len(parts) == 2, done.stdout
+    for name in parts:
+        launches, call = (float(cell) for cell in rows[name][5:7])
+        assert launches == 2, "one partition serves both layers"
+        assert call > 0
+
+
+def test_a_failing_backend_is_told() -> None:
+    command = [sys.executable, str(BENCH / "launch.py"), "--config", "cpu-tiny", "--backends", "no-such"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "no-such failed" in done.stderr
+    assert "'no-such' is unknown" in done.stderr
