@@ -17,7 +17,7 @@ from pgraph.compat import lazily, reinterpret
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError
 from pgraph.template import OutputSpec, TensorSpec
 
-__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "INPUT_VIEW", "Allocation", "Launcher", "Step", "view"]
+__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "Allocation", "Launcher", "Step", "view"]
 
 
 # One block: (index, size, stride, dtype, region of its first tenant, other tenants). Plain tuples: this is

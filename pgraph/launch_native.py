@@ -1,8 +1,8 @@
 """The launch path in C, for drivers that have one: `native/pgraph_call.c` runs what a `Launcher` laid out.
 
-What pays for it: of a launch's time on the CPU, the larger part is neither allocating nor launching but
-Python between the steps, most of all checking some twenty tensors. `Launcher` stays the reference, and
-serves whatever the C path declines.
+It saves the interpreter between the steps, most of all the check of some twenty tensors one by one. What
+that comes to on a machine, `bench/launch.py` shows: its column of native microseconds against the same run
+with ``PGRAPH_NATIVE=0``. `Launcher` stays the reference, and serves whatever the C path declines.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ The algorithm, for n nodes and r regions:
 3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
    say after which chunk each is freed and each input released: O(n + r log r).
 
-20,000 nodes with 30,000 regions take about a second. How regions share blocks within a chunk, and
-why greedy cuts are never more than the fewest of the rule behind them: `pgraph.packing`.
+`tests/test_plan_cost.py` holds 20,000 nodes to two seconds, and to four where no two sizes are alike.
+How regions share blocks within a chunk, and why greedy cuts are never more than the fewest of the rule
+behind them: `pgraph.packing`.
 """
 
 from __future__ import annotations

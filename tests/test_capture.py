@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,19 @@ def test_a_ghost_in_a_cycle_of_references_is_not_kept() -> None:
     recording, leaked = _capture(fn, torch.ones(4))
     assert not leaked
     assert [n.name for n in recording.nodes] == ["add"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_failure_the_ghosts_wait_for_the_device(fails: bool) -> None:
+    """An op may have started kernels on another stream before it failed; they still use the ghosts."""
+
+    def fn(args: list[Any]) -> Any:
+        (x,) = args
+        args.clear()
+        return ((x + 1).nonzero() if fails else x + 1,)
+
+    driver = HostDriver()
+    with driver.capture_lock(), driver.arena(0) as arena:
+        with pytest.raises(CaptureError) if fails else contextlib.nullcontext():
+            record(driver, arena, fn, [torch.ones(4)], [16])
+        assert arena.touched is fails

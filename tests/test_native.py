@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support_native import ExecEntry
 
 from pgraph import native
 
@@ -79,17 +80,6 @@ def in_python(graph: Nodes, bases: list[int], calls: list[Any], fail_at: int | N
     return -9 if len(calls) - 1 == fail_at else rewritten
 
 
-class Exec(ctypes.Structure):
-    """`pg_exec`."""
-
-    _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("calls", "exec", "ctx", "nodes")],
-        ("n_nodes", ctypes.c_int64),
-        *[(n, ctypes.c_void_p) for n in ("slots", "words")],
-        ("busy", ctypes.c_int64),
-    ]
-
-
 class InC:
     """`pg_launch` over callbacks that note who was called with what."""
 
@@ -112,7 +102,7 @@ class InC:
         self.slots = (ctypes.c_int64 * max(3 * len(flat), 1))(*[x for s in flat for x in s])
         self.words = (ctypes.c_uint64 * max(len(graph.words), 1))(*graph.words)
         nodes, slots, words = map(ctypes.addressof, (self.nodes, self.slots, self.words))
-        self.exec = Exec(ctypes.addressof(self.table), 11, 22, nodes, len(graph.kinds), slots, words)
+        self.exec = ExecEntry(ctypes.addressof(self.table), 11, 22, nodes, len(graph.kinds), slots, words)
 
     def _note(self, name: str, first: int, second: int, ctx: int | None = 22) -> int:
         assert ctx == 22

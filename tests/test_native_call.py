@@ -2,211 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_native import CASE, SIDE, FakeDevice, made
 
 from pgraph import native
-from pgraph.build import Built
-from pgraph.drivers.base import Exec, NativeCalls
 from pgraph.errors import DriverError, LaunchError
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
-from pgraph.plan import Lifetime, make_plan
-from pgraph.template import NodeRecord, OutputSpec, Region, Slot, Template, TensorSpec
-
-_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-_ALLOC = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
-_FREE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
-_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
-SIDE = 8  # tensors are SIDE x SIDE floats, unless a region says otherwise
-
-
-class _Node(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("kind", "node", "params", "first", "last")]
-
-
-class _Entry(ctypes.Structure):
-    _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("calls", "exec", "ctx", "nodes")],
-        ("n_nodes", ctypes.c_int64),
-        *[(n, ctypes.c_void_p) for n in ("slots", "words")],
-        ("busy", ctypes.c_int64),
-    ]
-
-
-class FakeExec(Exec):
-    """The native helper's exec over callbacks; each launch is told to the device, words and all."""
-
-    def __init__(self, device: FakeDevice, slots: list[Slot], first: int, last: int) -> None:
-        self._device = device
-        mine = [s for s in slots if first <= s.node < last]
-        self.slots = mine
-        rows = [x for i, s in enumerate(mine) for x in (i, s.region, s.delta)]
-        self._slots = (ctypes.c_int64 * max(len(rows), 1))(*rows)
-        self.words = (ctypes.c_uint64 * max(len(mine), 1))()
-        nodes = []
-        for node in range(first, last):
-            at = [i for i, s in enumerate(mine) if s.node == node]
-            nodes.append(_Node(0, node + 1, 1, min(at, default=0), max(at, default=-1) + 1))
-        self._nodes = (_Node * max(len(nodes), 1))(*nodes)
-        self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
-        setter, launch = (native.address_of(f) for f in self._keep)
-        self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
-        parts = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
-        self._entry = _Entry(parts[0], 1, 1, parts[1], len(nodes), parts[2], parts[3], 0)
-        self.entry = ctypes.addressof(self._entry)
-
-    def _launched(self, handle: Any, stream: Any) -> int:
-        return self._device.launched(self.slots, list(self.words)[: len(self.slots)])
-
-    def launch(self, bases: list[int], stream: int) -> int:
-        today = (ctypes.c_uint64 * len(bases))(*bases)
-        library = native.load()
-        assert library is not None
-        code = library.pg_launch(self.entry, stream, ctypes.addressof(today))
-        if code < 0:
-            raise DriverError(f"code {-code}")
-        return int(code)
-
-
-class FakeDevice:
-    """Stands in for driver, allocator and device: notes what happens, and fails when told to."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.living: dict[int, Any] = {}
-        self.fail_launch: int | None = None
-        self.refuse_raw = self.refuse_all = False
-        self.capturing_status, self.current = 0, 0
-        self.at_launch: Callable[[], None] = lambda: None
-        self._keep = (_ALLOC(self._raw_alloc), _FREE(self._raw_free), _CAPTURING(self._is_capturing))
-        self.launches = 0
-
-    # -- what a `Driver` has --------------------------------------------------------------------
-
-    def on_device(self) -> None:
-        return None
-
-    def current_stream(self) -> int:
-        return 7
-
-    def empty_strided(self, size: Any, stride: Any, dtype: Any) -> torch.Tensor:
-        if self.refuse_all:
-            raise torch.OutOfMemoryError("no memory left")
-        tensor = torch.empty_strided(size, stride, dtype=dtype)
-        self.events.append(("alloc", tensor.untyped_storage().nbytes()))
-        weakref.finalize(tensor, self.events.append, ("free", tensor.untyped_storage().nbytes()))
-        return tensor
-
-    def native_calls(self) -> NativeCalls:
-        alloc, free, capturing = (native.address_of(f) for f in self._keep)
-        return NativeCalls(
-            self.empty_strided, lambda i: 7, lambda: self.current, 0, alloc, free, capturing, _failed
-        )
-
-    # -- what C calls ---------------------------------------------------------------------------
-
-    def _raw_alloc(self, nbytes: int, result: Any) -> int:
-        if self.refuse_raw:
-            return 1
-        memory = ctypes.create_string_buffer(nbytes + 16)
-        address = -(-ctypes.addressof(memory) // 16) * 16
-        self.living[address] = (memory, nbytes)
-        result[0] = address
-        self.events.append(("alloc", nbytes))
-        return 0
-
-    def _raw_free(self, address: int) -> int:
-        self.events.append(("free", self.living.pop(address)[1]))
-        return 0
-
-    def _is_capturing(self, stream: Any, status: Any) -> int:
-        assert stream == 7
-        status[0] = self.capturing_status
-        return 0
-
-    def launched(self, slots: list[Slot], words: list[int]) -> int:
-        self.launches += 1
-        self.at_launch()
-        bases: dict[int, set[int]] = {}
-        for slot, word in zip(slots, words, strict=True):
-            bases.setdefault(slot.region, set()).add(word - slot.delta)
-        assert all(len(b) == 1 for b in bases.values()), "one base per region in one launch"
-        self.events.append(("launch", {r: b.pop() for r, b in bases.items()}))
-        return 9 if self.launches == self.fail_launch else 0
-
-
-def _failed(code: int, first: bool) -> None:
-    raise LaunchError(f"code {code}") if first else DriverError(f"code {code}")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _needed() -> None:
     if native.load_call() is None:
         pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
-
-
-def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
-    """The launcher of a case, and its variant's (tensors, others)."""
-    n, n_in = case["nodes"], len(case["inputs"])
-    regions = [
-        Region(i, "input", SIDE * SIDE * 4, 0, n + 1 if kept else death % (n + 1))
-        for i, (kept, death) in enumerate(case["inputs"])
-    ]
-    outputs = [OutputSpec(constant=5), OutputSpec(input=0, layout=TensorSpec((4,), (2,), torch.float32, 8))]
-    for kind, birth, length, rows in case["memory"]:
-        birth %= n
-        death = n + 1 if kind != "temp" else min(n, birth + 1 + length)
-        region = Region(len(regions), "temp" if kind == "temp" else "output", rows * SIDE * 4, birth, death)
-        regions.append(region)
-        if kind != "temp":
-            offset = 4 if kind == "view" and rows > 1 else 0
-            rows_seen = rows - 1 if offset else rows
-            layout = TensorSpec((rows_seen, SIDE), (SIDE, 1), torch.float32, offset)
-            outputs.append(OutputSpec(region=region.index, layout=layout))
-    # Every region is named wherever it lives.
-    slots = [
-        Slot(node, 8 * r.index, r.index, 4 * (node % 3))
-        for node in range(n)
-        for r in regions
-        if r.birth <= node < max(r.death, r.birth + 1)
-    ]
-    lifetimes = [Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind) for r in regions]
-    plan = make_plan(n, lifetimes, slack_bytes=case["slack"])
-    nodes = tuple(NodeRecord("kernel", "k", (), b"") for _ in range(n))
-    template = Template(nodes, tuple(regions), tuple(slots), tuple(outputs), n_in, plan)
-    execs = tuple(FakeExec(device, slots, chunk.first, chunk.last) for chunk in plan.chunks)
-    launcher = Launcher(Built(template, execs, device, 0.0), range(1, n_in + 1))  # type: ignore[arg-type]
-    tensors = tuple((i + 1, (SIDE, SIDE), (SIDE, 1), 3) for i in range(n_in))
-    return launcher, (tensors, ((0, 42),))
-
-
-CASE = {
-    "nodes": 6,
-    "inputs": [(True, 0), (False, 2), (False, 6)],
-    "memory": [
-        ("temp", 0, 2, 9),
-        ("output", 1, 0, 4),
-        ("view", 2, 0, 5),
-        ("temp", 3, 1, 20),
-        ("output", 5, 0, 2),
-    ],
-    "slack": 0,
-}
 
 
 @st.composite

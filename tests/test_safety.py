@@ -12,7 +12,8 @@ import torch
 from torch.fx import Node
 
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_*
-from support_rules import CASES, CPU, CUDA, Bench, Case, grouped, index, plain, relu
+from support_rules import CPU, CUDA, Bench, Case, grouped, index, plain, relu
+from table_rules import CASES
 
 from pgraph.errors import OptionError
 from pgraph.safety import RULES, is_neutral, mark_unsafe, refusal, unmark_unsafe, user_line

@@ -1,8 +1,8 @@
 """Activation checkpointing around dropout.
 
 To draw the same numbers twice, checkpointing saves the generator's seed and state on the host, and in a
-capture nobody may ask for them. (`torch.utils.checkpoint` itself gets along with a capture since torch 2.11,
-as a run on an H200 showed; checkpointing that keeps its own books does not.) A capture that fails like this
+capture nobody may ask for them. (`torch.utils.checkpoint` itself was seen to get along with
+a capture under torch 2.11; checkpointing that keeps its own books does not.) A capture that fails like this
 can leave the generator unusable, too.
 
 With Inductor's code (pgraph's default) there is nothing to do: seeds are drawn before the graph, and the
