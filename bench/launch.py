@@ -86,6 +86,7 @@ def phases(trainer: Trainer, device: Device, steps: int) -> dict[str, float]:
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
         marks.append(time.perf_counter())
+        trainer.last = loss.detach()
         for i, phase in enumerate(PHASES):
             found[phase].append((marks[i + 1] - marks[i]) * 1e3)
         del loss

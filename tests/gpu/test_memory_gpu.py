@@ -302,13 +302,13 @@ def test_device_memory_of_execs_returns() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     held = before - torch.cuda.mem_get_info()[0]
-    counted = sum(p.exec_bytes for p in partitions())
+    counted = sum(p.stats.exec_bytes for p in partitions())
     assert counted > 4 * MB, f"{counted} B for 3,000 nodes{explain()}"
     assert abs(held - counted) <= 4 * MB, f"{held} B are gone, {counted} B were counted{explain()}"
     pgraph.reset()
     gc.collect()
     torch.cuda.synchronize()
-    assert sum(p.exec_bytes for p in partitions()) == 0
+    assert sum(p.stats.exec_bytes for p in partitions()) == 0
     # The driver keeps a part of what it frees for the next exec: not all of it comes back at once.
     freed = torch.cuda.mem_get_info()[0] - (before - held)
     free_before_second = torch.cuda.mem_get_info()[0]
