@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._session = session
         self.ranges: list[_Range] = []
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
         self._alive: list[_Range] = []
         self._known: dict[int, _Range] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
@@ -84,6 +86,10 @@ class _Recorder(TorchDispatchMode):
         self.boundary()
         return result
 
+    @property
+    def arena(self) -> Arena:
+        return self._session.arena
+
     def alias(self, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
         """A ghost with the layout and storage offset of a real input, and no more than `alignment`."""
         nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
@@ -92,7 +98,9 @@ class _Recorder(TorchDispatchMode):
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
         self._watch(ghost, address, nbytes, birth=0)
-        return lazily(ghost, tensor.is_conj(), tensor.is_neg())
+        ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
+        self.inputs.append(weakref.ref(ghost))
+        return ghost
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What a generated module gets for `torch.empty_strided`."""
@@ -247,7 +255,7 @@ def _record(
     graph, nodes = session.end()
     recorder.add_hidden()
     ranges, moved = _merge(recorder.ranges, n_inputs)
-    specs = tuple(_output_spec(r, recorder.ranges, moved, ranges, n_inputs, session.arena) for r in results)
+    specs = tuple(_output_spec(r, recorder, moved, ranges) for r in results)
     del results
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
@@ -284,13 +292,15 @@ def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]
     return ranges[:n_inputs] + [r for r, _ in merged], moved
 
 
-def _output_spec(
-    value: Any, ranges: list[_Range], moved: list[int], regions: list[_Range], n_inputs: int, arena: Arena
-) -> OutputSpec:
+def _output_spec(value: Any, recorder: _Recorder, moved: list[int], regions: list[_Range]) -> OutputSpec:
     if not isinstance(value, torch.Tensor):
         return OutputSpec(constant=value)
+    for i, ghost in enumerate(recorder.inputs):
+        if ghost() is value:
+            return OutputSpec(input=i)
+    arena, n_inputs = recorder.arena, len(recorder.inputs)
     owner = StorageWeakRef(value.untyped_storage())
-    for i, r in enumerate(ranges):
+    for i, r in enumerate(recorder.ranges):
         if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
             region = moved[i]
             sizes = tuple(value.size()), tuple(value.stride())

@@ -17,7 +17,7 @@ from pgraph.compat import lazily, reinterpret
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError
 from pgraph.template import OutputSpec, TensorSpec
 
-__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "Allocation", "Launcher", "Step", "view"]
+__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "INPUT", "Allocation", "Launcher", "Step", "view"]
 
 
 # One block: (index, size, stride, dtype, region of its first tenant, other tenants). Plain tuples: this is
@@ -107,6 +107,8 @@ class Launcher:
         for source, index, layout, offset in self.results:
             if source == BLOCK:
                 results.append(blocks[index])
+            elif source == INPUT:
+                results.append(inputs[index])
             elif source == CONSTANT:
                 results.append(index)
             else:
@@ -114,7 +116,7 @@ class Launcher:
         return results, rewritten
 
 
-BLOCK, BLOCK_VIEW, INPUT_VIEW, CONSTANT = range(4)  # sources of a result; pgraph_call.c has them too
+BLOCK, BLOCK_VIEW, INPUT, INPUT_VIEW, CONSTANT = range(5)  # sources of a result; pgraph_call.c has them too
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
@@ -162,7 +164,8 @@ def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> tu
     """(source, index or constant, layout, byte offset) of one result."""
     if spec.region is None and spec.input is None:
         return CONSTANT, spec.constant, None, 0
-    assert spec.layout is not None
+    if spec.layout is None:
+        return INPUT, spec.input, None, 0
     if spec.input is not None:
         return INPUT_VIEW, spec.input, spec.layout, 0
     assert spec.region is not None

@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pgraph import compat, native
 from pgraph.drivers.base import Exec
-from pgraph.launch import BLOCK, BLOCK_VIEW, CONSTANT, Allocation, Launcher, Step, view
+from pgraph.launch import BLOCK, BLOCK_VIEW, CONSTANT, INPUT_VIEW, Allocation, Launcher, Step, view
 
 __all__ = ["native_call"]
 
@@ -44,13 +46,14 @@ def native_call(
         return None
     handles_of, functions = shims
     with_tensor = {index for source, index, _, _ in launcher.results if source in (BLOCK, BLOCK_VIEW)}
+    dtypes = {block: dtype for allocate, *_ in launcher.steps for block, _, _, dtype, *_ in allocate}
     program = module.program(
         tuple((position, (*size, *stride), mask) for position, size, stride, mask in tensors),
         tuple(others),
         tuple(_step(step, e, with_tensor) for step, e in steps),
-        tuple(_result(*result) for result in launcher.results),
+        tuple(_result(*result, dtypes) for result in launcher.results),
         (len(built.template.regions), len(built.template.plan.blocks)),
-        (handles_of, calls.empty, view, calls.failed, calls.current_stream, calls.current_device),
+        (handles_of, calls.empty, calls.failed, calls.current_stream, calls.current_device),
         (
             *(native.address_of(function) for function in functions),
             calls.raw_alloc,
@@ -78,10 +81,20 @@ def _allocation(allocation: Allocation, raw: bool) -> tuple[Any, ...]:
     block, size, stride, dtype, region, others = allocation
     # What is raw was laid out as one dimension of bytes, or of some result's type: see `Launcher`.
     nbytes = size[0] * dtype.itemsize if raw else 0
-    return block, size, stride, dtype, nbytes, raw and nbytes > 0, ((region, 0), *others)
+    return block, (size, stride, dtype), nbytes, raw and nbytes > 0, ((region, 0), *others)
 
 
-def _result(source: int, index: Any, layout: Any, offset: int) -> tuple[Any, ...]:
+def _result(
+    source: int, index: Any, layout: Any, offset: int, dtypes: dict[int, torch.dtype]
+) -> tuple[int, int, Any, tuple[Any, ...]]:
+    """(source, index, value or function that makes a view, the function's arguments after the owner)."""
     if source == CONSTANT:
-        return source, 0, index, None, None
-    return source, index, None, layout, offset
+        return source, 0, index, ()
+    if source not in (BLOCK_VIEW, INPUT_VIEW):
+        return source, index, None, ()
+    if source == BLOCK_VIEW and not (layout.conj or layout.neg) and layout.dtype == dtypes[index]:
+        # What `view` comes to; a block's tensor begins where its storage does.
+        steps, rest = divmod(offset + layout.offset, layout.dtype.itemsize)
+        if not rest:
+            return source, index, compat.reinterpret, (layout.size, layout.stride, steps)
+    return source, index, view, (layout, offset)

@@ -38,7 +38,7 @@ typedef struct {
 
 typedef struct {
     int64_t block;
-    PyObject *size, *stride, *dtype;
+    PyObject *layout; /* (size, stride, dtype) */
     uint64_t nbytes;
     int raw; /* no result lies in it: memory without a tensor */
     Py_ssize_t n_tenants;
@@ -52,12 +52,13 @@ typedef struct {
     int64_t *frees, *releases;
 } pg_step;
 
-enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT_VIEW, CONSTANT }; /* as in pgraph.launch */
+enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT, FROM_INPUT_VIEW, CONSTANT }; /* as in pgraph.launch */
 
 typedef struct {
     int source;
     Py_ssize_t index;
-    PyObject *constant, *layout, *offset;
+    PyObject *constant; /* the value, or the function that makes a view */
+    PyObject *rest;     /* its arguments after the owner */
 } pg_result;
 
 typedef struct {
@@ -67,7 +68,7 @@ typedef struct {
     pg_other *others;
     pg_step *steps;
     pg_result *results;
-    PyObject *handles_of, *empty, *view, *failed, *current_stream, *current_device, *device;
+    PyObject *handles_of, *empty, *failed, *current_stream, *current_device, *device;
     long device_index;
     fn_read dim, size, stride, data_ptr;
     fn_delete delete_handle;
@@ -183,7 +184,7 @@ static int allocate(const pg_program *p, const pg_alloc *a, pg_frame *f)
         address = (uint64_t)(uintptr_t)memory;
     } else {
         /* Also where raw memory was refused: the framework's own error is the better one. */
-        PyObject *tensor = PyObject_CallFunctionObjArgs(p->empty, a->size, a->stride, a->dtype, NULL);
+        PyObject *tensor = PyObject_Call(p->empty, a->layout, NULL);
         if (!tensor)
             return -1;
         f->tensors[a->block] = tensor;
@@ -241,14 +242,19 @@ static PyObject *result_of(const pg_program *p, const pg_frame *f, const pg_resu
 {
     if (r->source == CONSTANT)
         return Py_NewRef(r->constant);
-    PyObject *owner = r->source == FROM_INPUT_VIEW ? f->inputs[r->index] : f->tensors[r->index];
+    int own = r->source == FROM_BLOCK || r->source == FROM_BLOCK_VIEW;
+    PyObject *owner = own ? f->tensors[r->index] : f->inputs[r->index];
     if (!owner) {
         PyErr_SetString(PyExc_SystemError, "the owner of a result is gone");
         return NULL;
     }
-    if (r->source == FROM_BLOCK)
+    if (r->source == FROM_BLOCK || r->source == FROM_INPUT)
         return Py_NewRef(owner);
-    return PyObject_CallFunctionObjArgs(p->view, owner, r->layout, r->offset, NULL);
+    PyObject *args[4] = {owner};
+    Py_ssize_t n = PyTuple_GET_SIZE(r->rest);
+    for (Py_ssize_t i = 0; i < n; i++)
+        args[i + 1] = PyTuple_GET_ITEM(r->rest, i);
+    return PyObject_Vectorcall(r->constant, args, (size_t)n + 1, NULL);
 }
 
 static PyObject *results_of(const pg_program *p, const pg_frame *f)
@@ -385,7 +391,7 @@ static int read_alloc(pg_alloc *a, PyObject *spec)
     PyObject *tenants;
     long long block;
     unsigned long long nbytes;
-    if (!PyArg_ParseTuple(spec, "LOOOKpO!", &block, &a->size, &a->stride, &a->dtype, &nbytes, &a->raw, &PyTuple_Type,
+    if (!PyArg_ParseTuple(spec, "LO!KpO!", &block, &PyTuple_Type, &a->layout, &nbytes, &a->raw, &PyTuple_Type,
                           &tenants))
         return -1;
     a->block = block;
@@ -430,9 +436,13 @@ static int read_results(pg_program *p, PyObject *results)
         return -1;
     for (Py_ssize_t i = 0; i < p->n_results; i++) {
         pg_result *r = &p->results[i];
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "inOOO", &r->source, &r->index, &r->constant, &r->layout,
-                              &r->offset))
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "inOO!", &r->source, &r->index, &r->constant,
+                              &PyTuple_Type, &r->rest))
             return -1;
+        if (PyTuple_GET_SIZE(r->rest) > 3) {
+            PyErr_SetString(PyExc_ValueError, "a view takes at most three arguments after its owner");
+            return -1;
+        }
     }
     return 0;
 }
@@ -447,9 +457,9 @@ static PyObject *program(PyObject *module, PyObject *spec)
     if (!p)
         return NULL;
     p->spec = Py_NewRef(spec);
-    if (!PyArg_ParseTuple(spec, "O!O!O!O!(nn)(OOOOOO)(KKKKKKKKK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
+    if (!PyArg_ParseTuple(spec, "O!O!O!O!(nn)(OOOOO)(KKKKKKKKK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
                           &PyTuple_Type, &steps, &PyTuple_Type, &results, &p->n_regions, &p->n_blocks, &p->handles_of,
-                          &p->empty, &p->view, &p->failed, &p->current_stream, &p->current_device, &at[0], &at[1],
+                          &p->empty, &p->failed, &p->current_stream, &p->current_device, &at[0], &at[1],
                           &at[2], &at[3], &at[4], &at[5], &at[6], &at[7], &at[8], &device, &keep) ||
         read_inputs(p, inputs, others) || read_steps(p, steps) || read_results(p, results)) {
         free_program(p);
