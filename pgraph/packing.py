@@ -19,8 +19,8 @@ Hence a chunk of one node always fits, the plan's peak is never above the limit,
 at or beyond the greedy cut of that rule: never more chunks than its optimum. Packing across sizes
 cannot be monotone while borders carry exact sizes (a tensor carried in its own block cannot lend
 it to a larger one), so up to `EXHAUSTIVE_NODES` nodes all cuts are searched, and the count is the
-minimum; longer graphs gallop from the rule's cut towards the last node that an ideal packing could
-reach, and stop within a thirty-second of the chunk's length.
+minimum; longer graphs gallop, from as far beyond the rule's cut as the last chunk came, between that cut
+and the last node that an ideal packing could reach, and stop within a thirty-second of the chunk's length.
 
 **Cost.** One packing of r regions takes O(r log r); a cut takes a few packings of about its own
 chunk, which are dropped as soon as they pass the limit. A bound on the chunks repeats this about ten times.
@@ -178,6 +178,7 @@ class Chain:
             self.alive[k] += self.alive[k - 1]
         for k in range(n):
             self.carried[k] = self.alive[k] - sum(self.size[r] for r in self.births[k])
+        self._reach = 2.0  # length of the last chunk, in that of its cut by the rule
         self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
 
     def packed(self, a: int, b: int) -> Packed:
@@ -279,14 +280,19 @@ class Chain:
             return further + list(range(sure, a, -1))
         if most == self.n and self._fits(a, most, limit):
             return [most]
-        step = sure - a
+        # Chunks of one graph are alike: what the last one reached beyond its rule's cut is looked at first.
+        rule, step = sure - a, max(1, (sure - a) // 2)
         beyond = most if most == self.n else most + 1  # the nearest end known or taken not to fit
+        probe = min(a + max(int(rule * self._reach), rule + 1), beyond - 1)
         while beyond - sure > max(1, (sure - a) // 32):
-            middle = min(sure + step, (sure + beyond) // 2)
-            if self._fits(a, middle, limit):
-                sure, step = middle, 2 * step
+            if not sure < probe < beyond:
+                probe = (sure + beyond) // 2
+            if self._fits(a, probe, limit):
+                sure, probe = probe, probe + step
             else:
-                beyond = middle
+                beyond, probe = probe, probe - step
+            step *= 2
+        self._reach = (sure - a) / rule
         return [sure]
 
     def _sure_end(self, a: int, limit: int) -> int:

@@ -44,7 +44,10 @@ def test_20000_nodes_take_less_than_two_seconds(kind: str) -> None:
 
 
 def test_20000_nodes_of_all_sizes_take_not_much_longer() -> None:
-    """No two regions are equal in size, which no model does: every region is fitted into idle rectangles."""
+    """No two regions are equal in size, which no model does: every region is fitted into idle rectangles.
+
+    1.5 to 1.9 s on one core of 2020; twice that is allowed where others share the core.
+    """
     took, plan = timed(*long_program("all sizes", 20_000))
     assert took < 4.0
     assert plan.peak <= plan.eager_peak * 1.01
