@@ -42,6 +42,7 @@ SIZES = (("peak_allocated_mb", "allocated"), ("peak_reserved_mb", "reserved"), (
 BOUND, BOUND_MB = 0.01, 32
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ms_per_step", "ms/step", ",.2f"),
+    ("spread", "p10 to p90", ",.2f"),
     ("cpu_issue_ms", "CPU issue ms", ",.2f"),
     ("peak_allocated_mb", "peak allocated MB", ",.0f"),
     ("peak_reserved_mb", "peak reserved MB", ",.0f"),
@@ -67,8 +68,11 @@ def place(row: Row) -> str:
     """What was compiled, in words: ``"4x256, per block"``."""
     if row["bench"].startswith("torchtitan"):
         return str(row["config"])
-    deterministic = ", deterministic" if row.get("deterministic") else ""
-    return f"{row['config']}, {'per block' if row['scope'] == 'block' else 'whole model'}{deterministic}"
+    scope = "per block" if row["scope"] == "block" else "whole model"
+    more = ", deterministic" if row.get("deterministic") else ""
+    if row["bench"] == "equality" and is_expandable(row):  # memory has a table of its own for these
+        more += ", expandable segments"
+    return f"{row['config']}, {scope}{more}"
 
 
 def figure(value: Any, form: str) -> str:
@@ -77,7 +81,13 @@ def figure(value: Any, form: str) -> str:
 
 
 def cell(row: Row, key: str, form: str) -> str:
-    """One figure of a row; compiling from a filled cache is no compile time."""
+    """One figure of a row; compiling from a filled cache is no compile time.
+
+    ``spread`` stands for the 10th and the 90th percentile of the milliseconds.
+    """
+    if key == "spread":
+        low, high = row.get("ms_p10"), row.get("ms_p90")
+        return "-" if low is None or high is None else f"{low:{form}} to {high:{form}}"
     if key == "compile_s" and row.get("inductor_cache", schema.COLD_CACHE) != schema.COLD_CACHE:
         return "-"
     return figure(row.get(key), form)
@@ -116,7 +126,11 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
     """Rows by config as first met, then mode and scope, then backend in the usual order."""
     configs = list(dict.fromkeys(row["config"] for row in rows))
     return sorted(
-        rows, key=lambda r: (configs.index(r["config"]), r["mode"], r["scope"], BACKENDS.index(r["backend"]))
+        rows,
+        key=lambda r: (
+            *(configs.index(r["config"]), r["mode"], r["scope"], is_expandable(r)),
+            BACKENDS.index(r["backend"]),
+        ),
     )
 
 
@@ -137,7 +151,7 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
     if not rows:
         return ""
     # A column that no row fills (device memory on a CPU) is left out.
-    columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
+    columns = [column for column in COLUMNS if any(cell(row, column[0], column[2]) != "-" for row in rows)]
     if data["gpu"] == "cpu":
         columns.append(("peak_rss_mb", "max RSS MB", ",.0f"))
     modes = len({row["mode"] for row in rows}) > 1
@@ -151,6 +165,10 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
         lines.append([where, row["backend"], *figures, *verdict, commit(row)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
+        if row.get("fallbacks"):
+            notes.append(
+                f"- {where}, {row['backend']}: {row['fallbacks']} of {row['partitions']} parts ran plainly"
+            )
     ratios = ["allocated / reserved / device over Inductor's", "within 1 % or 32 MB"] if compared else []
     alignment = ["right"] * len(columns) + ["left"] * len(ratios)
     head = ["config", "backend", *(title for _, title, _ in columns), *ratios, "commit"]

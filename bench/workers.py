@@ -45,11 +45,11 @@ def start_worker(spec: dict[str, Any], environment: dict[str, str], timeout: flo
 
 
 def last_error(stderr: str) -> str:
-    """The line of a traceback that names the exception, at most 300 characters."""
+    """The line of a traceback that names the exception, at most 300 characters; no path of the machine."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     # Dynamo appends advice below its errors, so the last line that looks like "SomeError: text" is wanted.
     named = [line for line in lines if not line.startswith(" ") and "Error" in line.split(":", 1)[0]]
-    return (named or lines or [""])[-1].strip()[:300]
+    return (named or lines or [""])[-1].replace(f"{_paths.REPO}{os.sep}", "").strip()[:300]
 
 
 def prepare(

@@ -270,6 +270,8 @@ def test_a_failing_worker_becomes_a_status(load: Any) -> None:
         memory.last_error("Traceback\n  x\ntorch.FooError: bad\n\nSet X=1 for more\n")
         == "torch.FooError: bad"
     )
+    here = Path(memory.__file__)
+    assert memory.last_error(f'FooError: in "{here}", line 1') == 'FooError: in "bench/memory.py", line 1'
     good = {"status": "ok", "ms_per_step": 2.0, "compile_s": 9.0}
     row = memory.summarise([good, {"status": "boom"}, {**good, "ms_per_step": 4.0, "compile_s": 1.0}])
     assert row["ms_per_step"] == 3.0
