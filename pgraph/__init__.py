@@ -36,32 +36,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pgraph.backend import reset as reset
+    from pgraph.errors import DriverError as DriverError
     from pgraph.errors import FullCaptureError as FullCaptureError
+    from pgraph.errors import OptionError as OptionError
+    from pgraph.errors import PgraphError as PgraphError
     from pgraph.explaining import explain as explain
     from pgraph.explanation import Explanation as Explanation
     from pgraph.options import list_options as list_options
     from pgraph.safety import mark_unsafe as mark_unsafe
+    from pgraph.safety import unmark_unsafe as unmark_unsafe
     from pgraph.stats import report as report
 
 __all__ = [
+    "DriverError",
     "Explanation",
     "FullCaptureError",
+    "OptionError",
+    "PgraphError",
     "explain",
     "list_options",
     "mark_unsafe",
     "report",
     "reset",
+    "unmark_unsafe",
 ]
 __version__ = "0.1.0"
 
 _HOME = {
+    "DriverError": "pgraph.errors",
     "Explanation": "pgraph.explanation",
     "FullCaptureError": "pgraph.errors",
+    "OptionError": "pgraph.errors",
+    "PgraphError": "pgraph.errors",
     "explain": "pgraph.explaining",
     "list_options": "pgraph.options",
     "mark_unsafe": "pgraph.safety",
     "report": "pgraph.stats",
     "reset": "pgraph.backend",
+    "unmark_unsafe": "pgraph.safety",
 }
 
 

@@ -13,18 +13,19 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._ops import OpOverload
 
-from pgraph import compat, drivers, stats, strict
+from pgraph import compat, drivers, optable, stats, strict
 from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
 from pgraph.errors import FullCaptureError
 from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
-from pgraph.nodes import is_neutral
+from pgraph.nodes import is_neutral, op_name
 from pgraph.observe import PlainPart
 from pgraph.options import Options, parse
 from pgraph.partition import Call, Part, extract, scan
@@ -33,6 +34,7 @@ from pgraph.runner import Boxed, GraphRunner, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
+from pgraph.variant import Trait, lazy_bits, lazy_bits_and_offset
 
 __all__ = ["Backend", "backend"]
 
@@ -45,11 +47,14 @@ class Backend:
     """`torch.compile(..., backend="pgraph")`.
 
     Raises:
-        OptionError: an option is unknown or ill-typed.
+        OptionError: an option is unknown or ill-typed. torch wraps it into its `BackendCompilerFailed`.
         RuntimeError: `mode` is not one of torch.compile's.
     """
 
     compiler_name = "pgraph"
+
+    def __repr__(self) -> str:
+        return "pgraph"
 
     def __call__(
         self,
@@ -133,7 +138,11 @@ def _aten(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, broken: Reason | None
 ) -> Callable[..., Any]:
     def compiler(kind: Kind) -> Callable[..., Boxed]:
-        return lambda graph, inputs: _compile(graph, inputs, options, kind, _compile_aten, broken)
+        def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+            compat.unwrap_mutations(graph)
+            return _compile(graph, inputs, options, kind, _compile_aten, broken)
+
+        return compile_graph
 
     return aot_autograd(
         fw_compiler=compiler("forward"),
@@ -190,7 +199,8 @@ def _compile_parts(
     static = compat.static_inputs(gm, kind == "backward")
     if split.calls[0].module is gm:
         compiled = compile_part(gm, example_inputs, None)
-        return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static))
+        watched = _watched(gm, options, tangents=compat.tangents(gm) if kind == "backward" else ())
+        return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static, watched))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
     donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
     # One part alone reads it, so that no other has it or a view of it.
@@ -203,7 +213,9 @@ def _compile_parts(
             own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
             with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
                 compiled = compile_part(call.module, inputs, fixed)
-            runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed)))
+            # What an uncaptured part made of a gradient may be lazy, too.
+            watched = _watched(call.module, options, range(len(inputs)) if kind == "backward" else ())
+            runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
     return compat.boxed(GraphRunner(split, runners))
 
 
@@ -229,7 +241,13 @@ def _scan(
 
 
 def _runner(
-    facts: PartFacts, call: Call, compiled: Boxed, driver: Driver, options: Options, static: frozenset[int]
+    facts: PartFacts,
+    call: Call,
+    compiled: Boxed,
+    driver: Driver,
+    options: Options,
+    static: frozenset[int],
+    watched: Mapping[int, Trait],
 ) -> Boxed:
     if not facts.safe:
         return PlainPart(facts, compiled)
@@ -242,7 +260,24 @@ def _runner(
         constants=_constants(call.module, compiled),
         static=static,
         dimensions=dimensions(call.module),
+        watched=watched,
     )
+
+
+def _watched(module: torch.fx.GraphModule, options: Options, tangents: Iterable[int]) -> dict[int, Trait]:
+    """Arguments of which layout and address do not say all that the code stands on.
+
+    Note [What nobody guards]
+    Dynamo guards the inputs of a forward, lazy bits included, and what a forward saves is as it was traced.
+    Not so the gradients that come into a backward: one call's may be a lazy conjugate, the next one's not.
+    And `as_strided` counts from the start of the storage, which ATen code reads off the tensor that it gets:
+    in a capture that distance is frozen. (Inductor's code freezes it by itself, whoever runs it.)
+    """
+    ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
+    if options.codegen == "aten" and ops & optable.STORAGE_OFFSETS:
+        inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
+        return dict.fromkeys(range(inputs), lazy_bits_and_offset)
+    return dict.fromkeys(tangents, lazy_bits)
 
 
 def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor]:

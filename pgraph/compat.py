@@ -20,6 +20,7 @@ import torch.autograd.profiler as _profiler
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 from torch._inductor.utils import BoxedBool
 from torch.fx.graph import _BoxedCodeGen
 
@@ -46,8 +47,10 @@ __all__ = [
     "reinterpret",
     "static_inputs",
     "symbol_source",
+    "tangents",
     "tensor_shims",
     "traced_function",
+    "unwrap_mutations",
 ]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
@@ -74,7 +77,14 @@ def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 
 
 # Splitting is pgraph's, graphs are pgraph's: Inductor must do neither.
-_INNER_CONFIG = {"graph_partition": False, "triton.cudagraphs": False}
+# C++ around the kernels would allocate, and read, where no capture can put ghosts.
+_INNER_CONFIG = {"graph_partition": False, "triton.cudagraphs": False, "cpp_wrapper": False}
+
+
+_WRAPPED_MUTATIONS = (
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+)
 
 
 def compile_model(
@@ -114,15 +124,30 @@ def inductor_mode(mode: str | None) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if "cudagraph" not in k}
 
 
+def unwrap_mutations(gm: torch.fx.GraphModule) -> None:
+    """Custom ops that write into their arguments, as the clones and calls they stand for; 2.11, 2.13.
+
+    Tracing wraps them into a higher-order op, which Inductor takes apart in the same way.
+    """
+    if any(node.target in _WRAPPED_MUTATIONS for node in gm.graph.nodes):
+        decompose_auto_functionalized(gm.graph)
+        gm.recompile()
+
+
 def boxed_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module's forward as a function of one list, which it empties; values die after last use."""
+    """The module's forward as a function of one list, which it empties; values die after last use.
+
+    It runs without autocast: the graph says its casts, and whether somebody's `torch.autocast` is in force
+    around the backward differs from call to call, while a capture would keep what it found; 2.11, 2.13.
+    """
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward
 
     @functools.wraps(forward)
     def call(args: list[Any]) -> Any:
-        return forward(args)
+        with torch._C._DisableAutocast():
+            return forward(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
@@ -303,6 +328,15 @@ def symbol_source(size: torch.SymInt) -> str | None:
 
 
 @functools.cache
+def tangents(gm: torch.fx.GraphModule) -> list[int]:
+    """Positions of a backward graph's inputs that are gradients: AOTAutograd calls them ``tangents_1`` and so
+    on. All positions, if it has none by that name; 2.11, 2.13.
+    """
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    found = [i for i, name in enumerate(names) if name.startswith("tangents_")]
+    return found or list(range(len(names)))
+
+
 def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any, ...]] | None:
     """How C code reads tensors: the interface that Inductor's ahead-of-time compiled code stands on.
 

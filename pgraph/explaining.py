@@ -14,6 +14,7 @@ from pgraph import compat, drivers, facts, observe, stats
 from pgraph.breaks import from_log
 from pgraph.errors import OptionError
 from pgraph.explanation import Change, Explanation, PartExplanation
+from pgraph.options import parse
 from pgraph.reasons import Reason
 
 __all__ = ["explain"]
@@ -44,6 +45,11 @@ def explain(
     """
     if steps is not None and (type(steps) is not int or steps < 1):
         raise OptionError(f"explain: steps is {steps!r}. Fix: pass an int of at least 1, or None")
+    if not callable(fn):
+        raise OptionError(f"explain: {fn!r} is no model or function. Fix: pass what you would call")
+    if "options" in options:
+        raise OptionError("explain: pass options by name, as in explain(fn, warmup=2), not as options={...}")
+    parse(options)
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         return _Session(fn, steps, dynamic, options).explain(args, kwargs)

@@ -111,7 +111,7 @@ class Explanation:
     def complete(self) -> bool:
         """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
         done = all(
-            p.state == "captured" or all(r.code == facts.SEEDS for r in p.reasons)
+            p.state == "captured" or (p.reasons and all(r.code == facts.SEEDS for r in p.reasons))
             for p in self.parts
             if p.state != "not run" and p.device_ops
         )

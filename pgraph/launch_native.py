@@ -24,6 +24,7 @@ def native_call(
     launcher: Launcher,
     tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int]],
     others: Sequence[tuple[int, Any]],
+    traits: Sequence[tuple[int, Callable[[torch.Tensor], Any], Any]] = (),
 ) -> Callable[[list[Any]], tuple[list[Any], int] | None] | None:
     """A function of the partition's arguments that launches, or None where there is no native path.
 
@@ -34,7 +35,7 @@ def native_call(
 
     Args:
         launcher: laid out for the same capture.
-        tensors, others: see `pgraph.variant.Variant`.
+        tensors, others, traits: see `pgraph.variant.Variant`.
     """
     built = launcher.built
     module, calls, shims = native.load_call(), built.driver.native_calls(), compat.tensor_shims()
@@ -50,6 +51,7 @@ def native_call(
     program = module.program(
         tuple((position, (*size, *stride), mask) for position, size, stride, mask in tensors),
         tuple(others),
+        tuple(traits),
         tuple(_step(step, e, with_tensor) for step, e in steps),
         tuple(_result(*result, dtypes) for result in launcher.results),
         (len(built.template.regions), len(built.template.plan.blocks)),

@@ -37,6 +37,8 @@ RNG_STATE_HOPS: Final = frozenset(
 COLLECTIVE_NAMESPACES: Final = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
 )
+# They count from the start of the storage, wherever the tensor itself begins.
+STORAGE_OFFSETS: Final = _aten("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 STREAM_NAMESPACES: Final = frozenset({"streams"})
 STREAM_OPS: Final = _aten("record_stream")
 

@@ -43,7 +43,8 @@ class Options:
     # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
     # these; () captures any.
     capture_sizes: tuple[int, ...] = ()
-    # Raise FullCaptureError as soon as anything stays outside the graphs, instead of running it plainly.
+    # Raise FullCaptureError as soon as anything that reaches pgraph stays outside the graphs, and at a graph
+    # break that cuts one, instead of running it plainly. (What Dynamo skips whole never reaches pgraph.)
     require_full_capture: bool = False
     # Inductor settings, as for torch.compile(options=...) of the "inductor" backend.
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -76,6 +77,11 @@ def parse(given: Mapping[str, Any] | None, environ: Mapping[str, str] | None = N
     for name, value in from_outside.items():
         if name not in (given or {}):
             _check_value(name, value, hints[name], f" (from {environment.variable(name)})")
+    if (given or {}).get("inductor", {}).get("cpp_wrapper"):
+        raise OptionError(
+            "pgraph option 'inductor' sets cpp_wrapper: no capture can follow C++ that allocates by itself, "
+            "and launches need no wrapper. Fix: leave it out"
+        )
     chosen = {**from_outside, **(given or {})}
     if "capture_sizes" in chosen:
         chosen["capture_sizes"] = tuple(chosen["capture_sizes"])

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Template
-from pgraph.variant import State, Variant, alignments
+from pgraph.variant import State, Trait, Variant, alignments
 
 __all__ = ["GraphRunner", "PartitionRunner"]
 
@@ -60,6 +61,7 @@ class PartitionRunner:
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
         dimensions: sizes that may vary from call to call.
+        watched: argument positions of which more must stay as captured than layout and alignment.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PartitionRunner:
         constants: Sequence[torch.Tensor] = (),
         static: frozenset[int] = frozenset(),
         dimensions: tuple[Dimension, ...] = (),
+        watched: Mapping[int, Trait] = MappingProxyType({}),
     ) -> None:
         self.name = facts.name
         self._label = facts.label
@@ -84,6 +87,7 @@ class PartitionRunner:
         self._namespaces = namespaces
         self._constants = constants
         self._static = static
+        self._watched = watched
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._keeper = Keeper(options.max_captures, options.warmup)
         self._last: Variant | None = None
@@ -256,17 +260,24 @@ class PartitionRunner:
         return threading.get_ident() in variant.threads or variant.runs >= self._options.warmup + 3
 
     def _variant(self, args: Sequence[Any]) -> Variant:
-        tensors, others, addresses = [], [], []
+        tensors, others, traits, addresses = [], [], [], []
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor):
                 if value.device != self._driver.device:
                     continue  # CPU seeds of attention without dropout: never read
                 tensors.append((position, tuple(value.size()), tuple(value.stride())))
                 addresses.append(value.data_ptr())
+                if position in self._watched:
+                    trait = self._watched[position]
+                    traits.append((position, trait, trait(value)))
             elif isinstance(value, int | float | bool):
                 others.append((position, value))
         aligned = alignments(addresses, self._driver.alignment)
-        key = (tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)), tuple(others))
+        key = (
+            tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)),
+            tuple(others),
+            tuple(traits),
+        )
         variant = self._variants.get(key)
         if variant is None:
             waiting = [k for k, v in self._variants.items() if v.launcher is None]
@@ -318,7 +329,7 @@ class PartitionRunner:
             self._failures = 0
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
-            variant.call = native_call(variant.launcher, variant.tensors, variant.others)
+            variant.call = native_call(variant.launcher, variant.tensors, variant.others, variant.traits)
             self._keeper.used(variant.use)
             self._make_room()
             self.stats.captured(built)

@@ -39,7 +39,9 @@ _marks: dict[str, tuple[str, str]] = {}
 def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) -> None:
     """Keep every overload of an op out of all graphs compiled from now on.
 
-    Marking the same op again replaces its texts, so that a module may be imported twice.
+    Marking the same op again replaces its texts, so that a module may be imported twice. `unmark_unsafe`
+    takes a mark back; no reset does. Composite ops (``aten::linear``, ``aten::matmul``) are gone before
+    pgraph sees a graph: mark what they become, as `explain` names it.
 
     Args:
         op: an op, a packet such as ``torch.ops.my.op``, or ``"my::op"`` (it need not exist yet).
@@ -79,8 +81,11 @@ def _mark_name(op: Any) -> str:
 
 
 def _marked(node: Node, device_type: str) -> Reason | None:
-    name = op_name(op_of(node))
-    if name not in _marks:
+    # Inductor's front end takes many ops apart; what is left of one still names it.
+    origin = node.meta.get("original_aten")
+    names = (op_name(op_of(node)), op_name(origin) if isinstance(origin, OpOverload) else "")
+    name = next((name for name in names if name in _marks), None)
+    if name is None:
         return None
     reason, fix = _marks[name]
     return why(node, "marked", f"{name} is marked unsafe: {reason}", fix)

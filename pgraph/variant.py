@@ -7,13 +7,27 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pgraph.build import Built
 from pgraph.compat import assert_size_stride
 from pgraph.keeping import Use
 from pgraph.launch import Launcher
 from pgraph.reasons import Reason
 
-__all__ = ["State", "Variant", "alignments"]
+__all__ = ["State", "Trait", "Variant", "alignments", "lazy_bits", "lazy_bits_and_offset"]
+
+Trait = Callable[[torch.Tensor], Any]
+
+
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """(conjugated, negated) when it is read: Note [Lazy conjugates] in `pgraph.compat`."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def lazy_bits_and_offset(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+    """The same and the storage offset in elements: what `as_strided` counts from."""
+    return tensor.is_conj(), tensor.is_neg(), int(tensor.storage_offset())
 
 
 class State(enum.Enum):
@@ -33,10 +47,12 @@ class Variant:
         tensors: per device tensor: (position among the arguments, size, stride, address bits that must
             be 0: the alignment needed less 1).
         others: (position, value) of the integers that the code was specialized for.
+        traits: (position, function, what it says of the tensor) where layout and address do not say all.
     """
 
     tensors: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
     others: tuple[tuple[int, Any], ...]
+    traits: tuple[tuple[int, Trait, Any], ...] = ()
     runs: int = 0
     failures: int = 0
     threads: set[int] = dataclasses.field(default_factory=set)
@@ -77,6 +93,9 @@ class Variant:
                     return None
                 assert_size_stride(tensor, size, stride)
                 found.append(address)
+            for position, trait, value in self.traits:
+                if trait(args[position]) != value:
+                    return None
         except AssertionError:
             return None
         return found

@@ -120,3 +120,25 @@ def test_what_the_driver_says_of_the_whole_recording_names_the_custom_ops(
     assert reason is not None
     assert reason.sentence == "the driver ended the capture (custom ops here: pgraph_elsewhere::twice)"
     assert __file__ in str(reason.where)
+
+
+def test_one_that_writes_into_its_argument_is_captured_as_aten_code() -> None:
+    """Tracing wraps it into a higher-order op, which is taken apart before the graph is judged."""
+
+    @torch.library.custom_op("pgraph_tests::add_into", mutates_args=("y",))
+    def add_into(x: Tensor, y: Tensor) -> None:
+        y.add_(x)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x = (x * 2).sin()
+        torch.ops.pgraph_tests.add_into(x, y)
+        return y * 2 + x
+
+    compiled = host(fn)
+    for _ in range(4):
+        x, y = torch.randn(3), torch.randn(3)
+        mine, theirs = y.clone(), y.clone()
+        same(compiled(x, mine), fn(x, theirs))
+        same(mine, theirs)
+    report = pgraph.report()
+    assert (report.captures, report.launches, report.fallbacks) == (1, 3, 0), str(report)

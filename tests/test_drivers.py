@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support import launching, same
 
 import pgraph
 from pgraph import drivers
+from pgraph.drivers.base import patched
 from pgraph.drivers.host import HostArena, HostDriver
 from pgraph.errors import DriverError
 
@@ -126,3 +129,15 @@ def test_living_objects_of_a_class_are_found() -> None:
     assert instances(Further) == held[2:]
     del held[0]
     assert len(instances(Base)) == 2
+
+
+def test_replacements_are_for_the_thread_that_captures() -> None:
+    """Another one, in the middle of the same code, goes on as before (Note [Other threads run on])."""
+    namespace: dict[str, Any] = {"empty": lambda size: f"real {size}", "other": 1}
+    real = namespace["empty"]
+    with patched(namespace, {"empty": lambda size: f"ghost {size}"}):
+        during = namespace["empty"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert pool.submit(during, 3).result() == "real 3"
+        assert during(3) == "ghost 3"
+    assert namespace == {"empty": real, "other": 1}

@@ -114,6 +114,29 @@ def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
     assert ("aten::ones_like", 1) in found.uncompiled  # the backward's first gradient
 
 
+def test_wrong_calls_are_told_before_anything_runs() -> None:
+    calls = []
+    for wrong in ({"warmpu": 2}, {"options": {"warmup": 2}}):
+        with pytest.raises(OptionError, match=f"{next(iter(wrong))}"):
+            pgraph.explain(calls.append, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="5 is no model or function"):
+        pgraph.explain(5)  # type: ignore[arg-type]
+    assert not calls
+
+
+def test_a_size_that_is_not_listed_is_not_called_captured() -> None:
+    found = pgraph.explain(
+        lambda x: (x * 2).sin() + 1,
+        dynamic=True,
+        driver="host",
+        codegen="aten",
+        min_ops=1,
+        capture_sizes=(8,),
+    )(torch.ones(16, 4))
+    assert not found.complete
+    assert "0 of 1 parts captured" in str(found)
+
+
 def test_steps_are_counted_and_checked() -> None:
     calls = []
 

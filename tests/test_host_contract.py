@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -148,6 +149,21 @@ def test_offset_and_misaligned_inputs() -> None:
         assert pgraph.report().captures == captures, f"shift {shift}"
 
 
+def test_as_strided_counts_from_the_storage() -> None:
+    """Where the tensor begins in its storage is part of what was captured."""
+
+    def first_four(x: Tensor) -> Tensor:
+        return torch.as_strided(x, (4,), (1,), 0) + 1
+
+    compiled = host(first_four)
+    for call in range(6):
+        base = torch.arange(16.0) + 100 * call
+        x = base[4 : 8 + 4 * (call % 2)][-4:]  # begins at 4 and at 8 in turn
+        same(compiled(x), base[:4] + 1)
+    report = pgraph.report()
+    assert (report.captures, report.launches, report.fallbacks) == (2, 4, 0), str(report)
+
+
 def test_empty_tensors() -> None:
     """Nothing to compute, and nothing to point to."""
 
@@ -238,6 +254,21 @@ def test_a_marked_op_in_the_middle() -> None:
     assert [r.code for r in outside[1]] == ["marked"]
     assert outside[1][0].where
     assert len(pgraph.report().partitions) == 2
+
+
+def test_a_marked_op_that_is_taken_apart(inductor_cache: pathlib.Path) -> None:
+    """Inductor's front end makes a dozen ops of gelu: each still counts as the marked one."""
+    mark_unsafe("aten::gelu", "is under suspicion", "compare without it")
+    try:
+        compiled = host(lambda x: torch.nn.functional.gelu(x @ x) @ x, "inductor")
+        for _ in range(3):
+            compiled(torch.randn(4, 4))
+    finally:
+        unmark_unsafe("aten::gelu")
+    (outside,) = pgraph.report().outside
+    assert {(r.code, r.sentence) for r in outside[1]} == {
+        ("marked", "aten::gelu is marked unsafe: is under suspicion")
+    }
 
 
 @pytest.mark.usefixtures("marked")

@@ -19,6 +19,7 @@ from pgraph import native
 from pgraph.errors import DriverError, LaunchError
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
+from pgraph.variant import lazy_bits
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,15 +103,17 @@ def test_the_case_has_several_chunks_and_raw_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["value", "size", "stride", "alignment", "device", "capturing", "no tensor", "short"]
+    "wrong", ["value", "size", "stride", "alignment", "trait", "device", "capturing", "no tensor", "short"]
 )
 def test_wrong_arguments_are_declined_untouched(wrong: str) -> None:
     device = FakeDevice()
     launcher, facts = made(device, CASE)
-    call = native_call(launcher, *facts)
+    call = native_call(launcher, *facts, ((2, lazy_bits, (False, False)),))
     assert call is not None
     args = arguments(launcher)
-    if wrong == "value":
+    if wrong == "trait":
+        args[2] = torch._neg_view(args[2])
+    elif wrong == "value":
         args[0] = 43
     elif wrong == "size":
         args[2] = torch.randn(SIDE, SIDE + 1)
@@ -131,6 +134,13 @@ def test_wrong_arguments_are_declined_untouched(wrong: str) -> None:
     assert call(args) is None
     assert all(a is b for a, b in zip(args, before, strict=True))
     assert not device.events
+
+
+def test_a_trait_that_is_as_it_was_does_not_hinder() -> None:
+    launcher, facts = made(FakeDevice(), CASE)
+    call = native_call(launcher, *facts, ((2, lazy_bits, (False, False)),))
+    assert call is not None
+    assert call(arguments(launcher)) is not None
 
 
 def test_strides_of_single_elements_do_not_matter() -> None:

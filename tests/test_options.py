@@ -36,6 +36,14 @@ unknown pgraph option 'drivers': did you mean 'driver'? (pgraph.list_options()
 lists them)""",
         )
 
+    def test_a_wrapper_in_cpp(self) -> None:
+        self.assertExpectedInline(
+            self.refused(inductor={"cpp_wrapper": True}),
+            """\
+pgraph option 'inductor' sets cpp_wrapper: no capture can follow C++ that
+allocates by itself, and launches need no wrapper. Fix: leave it out""",
+        )
+
     def test_unknown_without_any(self) -> None:
         self.assertExpectedInline(
             self.refused(zzz=3),

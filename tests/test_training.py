@@ -249,3 +249,22 @@ def test_autocast_and_a_grad_scaler() -> None:
         return trace
 
     both(loop)
+
+
+def test_autocast_around_a_backward_only_changes_nothing() -> None:
+    """A graph says its casts; what is in force when it is captured must not stay in it."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x @ x).relu() @ x
+
+    compiled = host(fn)
+    for call in range(6):
+        mine = torch.randn(4, 4, requires_grad=True)
+        theirs = mine.detach().clone().requires_grad_()
+        out = compiled(mine).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=call in (1, 2, 4)):
+            out.backward()
+        fn(theirs).sum().backward()
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -278,11 +279,25 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def patched(namespace: dict[str, Any], replacements: dict[str, Any]) -> Iterator[None]:
-    """Replace names in a namespace for the duration of the block."""
+def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions in a namespace for the duration of the block, for this thread only.
+
+    Note [Other threads run on]
+    The namespace is a generated module's, and another thread may be in the middle of a plain run of that
+    very code: it must go on with real memory, or its kernels would write to ghosts.
+    """
     before = {name: namespace[name] for name in replacements}
-    namespace.update(replacements)
+    namespace.update({name: _in_this_thread(new, before[name]) for name, new in replacements.items()})
     try:
         yield
     finally:
         namespace.update(before)
+
+
+def _in_this_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
+    owner = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == owner else old)(*args, **kwargs)
+
+    return either

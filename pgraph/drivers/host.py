@@ -285,7 +285,8 @@ class HostExec(Exec):
                     fault.active().step("set_params")
                     rewritten += 1
             fault.active().step("launch")
-            with torch.no_grad():
+            # A device's kernels ask nobody: neither do their stand-ins.
+            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
                 for node, params in zip(self._nodes, self._params, strict=True):
                     run(node, params)
             return rewritten

@@ -31,6 +31,11 @@ typedef struct { /* another argument, and the value that the code was specialize
     PyObject *value;
 } pg_other;
 
+typedef struct { /* what a function said of an argument when it was captured */
+    Py_ssize_t position;
+    PyObject *function, *value;
+} pg_trait;
+
 typedef struct {
     int64_t region;
     uint64_t offset; /* bytes from the block's first */
@@ -63,9 +68,10 @@ typedef struct {
 
 typedef struct {
     PyObject *spec; /* everything borrowed below is owned by it, and so are the execs */
-    Py_ssize_t n_inputs, n_others, n_steps, n_results, n_regions, n_blocks;
+    Py_ssize_t n_inputs, n_others, n_traits, n_steps, n_results, n_regions, n_blocks;
     pg_input *inputs;
     pg_other *others;
+    pg_trait *traits;
     pg_step *steps;
     pg_result *results;
     PyObject *handles_of, *empty, *failed, *current_stream, *current_device, *device;
@@ -101,6 +107,22 @@ static int reads_as(const pg_program *p, void *handle, const pg_input *in, uint6
             return 0;
     *address = (uint64_t)(uintptr_t)data;
     return (*address & in->mask) == 0;
+}
+
+/* 1: every trait is as it was; 0: not so; -1: a Python error. Their positions are among the inputs'. */
+static int has_traits(const pg_program *p, PyObject *args)
+{
+    for (Py_ssize_t i = 0; i < p->n_traits; i++) {
+        const pg_trait *trait = &p->traits[i];
+        PyObject *today = PyObject_CallOneArg(trait->function, PyList_GET_ITEM(args, trait->position));
+        if (!today)
+            return -1;
+        int same = PyObject_RichCompareBool(today, trait->value, Py_EQ);
+        Py_DECREF(today);
+        if (same <= 0)
+            return same;
+    }
+    return 1;
 }
 
 /* 1: they are, and `bases` has their addresses; 0: they are not; -1: a Python error. */
@@ -139,7 +161,7 @@ static int matches(const pg_program *p, PyObject *args, uint64_t *bases)
             p->delete_handle(handle);
     }
     Py_DECREF(handles);
-    return PyErr_Occurred() ? -1 : right;
+    return PyErr_Occurred() ? -1 : right ? has_traits(p, args) : 0;
 }
 
 /* 1: this device is current and nobody captures its current stream; 0: not so; -1: a Python error. */
@@ -337,6 +359,7 @@ static void free_program(pg_program *p)
     }
     PyMem_Free(p->inputs);
     PyMem_Free(p->others);
+    PyMem_Free(p->traits);
     PyMem_Free(p->steps);
     PyMem_Free(p->results);
     Py_XDECREF(p->spec);
@@ -362,7 +385,7 @@ static int64_t *numbers(PyObject *tuple, Py_ssize_t *n)
     return found;
 }
 
-static int read_inputs(pg_program *p, PyObject *inputs, PyObject *others)
+static int read_inputs(pg_program *p, PyObject *inputs, PyObject *others, PyObject *traits)
 {
     if (!(p->inputs = zeroed(p->n_inputs = PyTuple_Size(inputs), sizeof(pg_input))))
         return -1;
@@ -382,6 +405,12 @@ static int read_inputs(pg_program *p, PyObject *inputs, PyObject *others)
         return -1;
     for (Py_ssize_t i = 0; i < p->n_others; i++)
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(others, i), "nO", &p->others[i].position, &p->others[i].value))
+            return -1;
+    if (!(p->traits = zeroed(p->n_traits = PyTuple_Size(traits), sizeof(pg_trait))))
+        return -1;
+    for (Py_ssize_t i = 0; i < p->n_traits; i++)
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(traits, i), "nOO", &p->traits[i].position, &p->traits[i].function,
+                              &p->traits[i].value))
             return -1;
     return 0;
 }
@@ -447,21 +476,21 @@ static int read_results(pg_program *p, PyObject *results)
     return 0;
 }
 
-/* program(inputs, others, steps, results, (regions, blocks), callables, addresses, device, keep) */
+/* program(inputs, others, traits, steps, results, (regions, blocks), callables, addresses, device, keep) */
 static PyObject *program(PyObject *module, PyObject *spec)
 {
     (void)module;
-    PyObject *inputs, *others, *steps, *results, *keep, *device;
+    PyObject *inputs, *others, *traits, *steps, *results, *keep, *device;
     unsigned long long at[9];
     pg_program *p = zeroed(1, sizeof *p);
     if (!p)
         return NULL;
     p->spec = Py_NewRef(spec);
-    if (!PyArg_ParseTuple(spec, "O!O!O!O!(nn)(OOOOO)(KKKKKKKKK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
-                          &PyTuple_Type, &steps, &PyTuple_Type, &results, &p->n_regions, &p->n_blocks, &p->handles_of,
-                          &p->empty, &p->failed, &p->current_stream, &p->current_device, &at[0], &at[1],
-                          &at[2], &at[3], &at[4], &at[5], &at[6], &at[7], &at[8], &device, &keep) ||
-        read_inputs(p, inputs, others) || read_steps(p, steps) || read_results(p, results)) {
+    if (!PyArg_ParseTuple(spec, "O!O!O!O!O!(nn)(OOOOO)(KKKKKKKKK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
+                          &PyTuple_Type, &traits, &PyTuple_Type, &steps, &PyTuple_Type, &results, &p->n_regions,
+                          &p->n_blocks, &p->handles_of, &p->empty, &p->failed, &p->current_stream, &p->current_device,
+                          &at[0], &at[1], &at[2], &at[3], &at[4], &at[5], &at[6], &at[7], &at[8], &device, &keep) ||
+        read_inputs(p, inputs, others, traits) || read_steps(p, steps) || read_results(p, results)) {
         free_program(p);
         return NULL;
     }
