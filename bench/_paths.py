@@ -8,7 +8,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "bench" / "results"
 
-for folder in (REPO / "bench", REPO / "examples"):
+for folder in (REPO / "bench", REPO / "examples", REPO / "examples" / "torchtitan"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 if str(REPO) not in sys.path:

@@ -166,9 +166,9 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
         if row.get("fallbacks"):
-            notes.append(
-                f"- {where}, {row['backend']}: {row['fallbacks']} of {row['partitions']} parts ran plainly"
-            )
+            why = "; ".join(row.get("plain", ())) or "the run did not note why"
+            parts = f"{row['fallbacks']} of {row['partitions']} parts"
+            notes.append(f"- {where}, {row['backend']}: {parts} fell back to plain running ({why})")
     ratios = ["allocated / reserved / device over Inductor's", "within 1 % or 32 MB"] if compared else []
     alignment = ["right"] * len(columns) + ["left"] * len(ratios)
     head = ["config", "backend", *(title for _, title, _ in columns), *ratios, "commit"]
@@ -352,9 +352,10 @@ def rewrite(text: str, files: Sequence[File]) -> str:
 
 
 def relative(rows: Sequence[Row], key: str) -> list[tuple[str, dict[str, float]]]:
-    """For each config and scope the backends' `key` over Inductor's; groups without Inductor are left out."""
+    """For each config and scope the backends' `key` over Inductor's of the same run; the rest is left out."""
     groups: dict[str, dict[str, float]] = {}
-    for row in ordered([r for r in rows if r.get(key)]):
+    inductors = {twin_key(row) for row in rows if row["backend"] == "inductor"}
+    for row in ordered([r for r in rows if r.get(key) and twin_key(r) in inductors]):
         groups.setdefault(place(row).replace(", ", "\n"), {})[row["backend"]] = row[key]
     return [
         (label, {name: value / found["inductor"] for name, value in found.items()})

@@ -32,7 +32,9 @@ from typing import Any
 
 import _paths
 import schema
-from titan_plans import Entry, PlanError, parse
+import titan_setup
+import torch
+from titan_plans import PLANS, Entry, PlanError, parse
 
 WORKER = Path(__file__).resolve().parent / "titan" / "worker.py"
 EXPANDABLE = "expandable_segments:True"
@@ -290,9 +292,23 @@ def brief(found: dict[str, Any], line: dict[str, Any]) -> str:
     return text + (f"\n    {line['summary']}" if "summary" in line else "")
 
 
+def unable(plans: Sequence[str]) -> str | None:
+    """Why this machine cannot run these plans at all; None if it can."""
+    if lacking := titan_setup.missing():
+        return lacking
+    wanted = max(
+        (entry.gpus for name in plans if name.startswith("gpu") for entry in PLANS.get(name, ())), default=0
+    )
+    if wanted and (there := torch.cuda.device_count()) < wanted:
+        return f"{' '.join(plans)} needs {wanted} GPUs, this machine has {there}. Fix: choose --plan cpu"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> Path:
     """Run the plan and write the result file after every run; returns its path."""
     args = parse_args(argv)
+    if problem := unable(args.plan):
+        sys.exit(f"bench/torchtitan.py: {problem}")
     began = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="pgraph-titan-"))
     cache, logs = args.cache or scratch / "cache", args.logs or scratch / "logs"

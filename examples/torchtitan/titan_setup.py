@@ -7,6 +7,7 @@ what a CPU does not have (`stand_in_for_a_gpu`).
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import socket
 import types
@@ -91,6 +92,15 @@ class Settings:
     def depth(self) -> int:
         """Number of layers."""
         return self.layers if self.layers is not None else int(_LLAMA[self.flavor]["n_layers"])
+
+
+def missing() -> str | None:
+    """What to tell a user who has no torchtitan; None where there is one."""
+    try:
+        importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        return "torchtitan is not installed. Fix: pip install -e '.[torchtitan]'"
+    return None
 
 
 def arguments(settings: Settings, cache: Path, dump: Path) -> list[str]:

@@ -59,6 +59,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the command line says, and print a summary on rank 0."""
     args, extra = parse_args(argv)
+    if missing := titan_setup.missing():
+        sys.exit(missing)
     titan_setup.environment(args.cache)
     fields = {k: v for k, v in vars(args).items() if k not in ("cache", "dump")}
     settings = titan_setup.Settings(**fields, ranks=int(os.environ["WORLD_SIZE"]), extra=tuple(extra))
