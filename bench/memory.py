@@ -22,6 +22,7 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -202,7 +203,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         args.device = "cpu"
     path = schema.result_path("memory", header["gpu"], args.out)
     memory = device_bytes() if args.device != "cpu" else None
-    combos = [(resolve(c, memory), m, s) for c in args.configs for m in args.modes for s in scopes(args, c)]
+    try:
+        configs = [resolve(config, memory) for config in args.configs]
+    except ValueError as error:
+        sys.exit(f"bench/memory.py: {error}")
+    combos = [(c, m, s) for c in configs for m in args.modes for s in scopes(args, c)]
     with tempfile.TemporaryDirectory(prefix="pgraph-bench-cache-") as cache:
         filled = None
         if args.parallel_warm:

@@ -287,6 +287,8 @@ def measure(spec: Spec) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what the first argument says; print one JSON line last."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        sys.exit(__doc__)
     spec = Spec(**json.loads(sys.argv[1]))
     figures = prepare(spec) if spec.prepare else measure(spec)
     sys.stdout.flush()

@@ -5,6 +5,7 @@ Not a program: the benchmarks import it.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import json
 import os
@@ -103,7 +104,10 @@ def config_name(name: str) -> str:
     """`name` if there is such a config (``fit`` included); for `argparse`.
 
     Raises:
-        ValueError: there is none.
+        argparse.ArgumentTypeError: there is none; it says what there is.
     """
-    workload(resolve(name, 80 * 2**30))
+    try:
+        workload(resolve(name, 80 * 2**30))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return name

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from pgraph import compat, drivers, optable, stats, strict
 from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
-from pgraph.errors import FullCaptureError
+from pgraph.errors import FullCaptureError, OptionError
 from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
 from pgraph.nodes import is_neutral, op_name
 from pgraph.observe import PlainPart
@@ -65,6 +65,11 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         chosen = parse(options)
+        if unknown := compat.unknown_settings(chosen.inductor):
+            raise OptionError(
+                f"pgraph option 'inductor' sets {unknown[0]!r}, which Inductor of torch {torch.__version__} "
+                "does not have. Fix: torch._inductor.list_options() lists what it has"
+            )
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
         broken = break_of(gm)
         if not chosen.require_full_capture:

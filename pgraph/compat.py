@@ -12,10 +12,11 @@ import functools
 import logging
 import pathlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -34,6 +35,7 @@ __all__ = [
     "donating",
     "eager_backward",
     "fake_mode_of",
+    "forward_mode",
     "generated_namespaces",
     "graph_break",
     "hearing_graph_breaks",
@@ -50,6 +52,7 @@ __all__ = [
     "tangents",
     "tensor_shims",
     "traced_function",
+    "unknown_settings",
     "unwrap_mutations",
 ]
 
@@ -112,6 +115,12 @@ def compile_graph(
     kwargs["cudagraphs"] = BoxedBool(False)
     with inductor_config.patch({**settings, **_INNER_CONFIG}):
         return compile_fx_inner(gm, list(inputs), **kwargs)
+
+
+def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Those that are no settings of Inductor's; 2.11, 2.13."""
+    known = inductor_config.get_config_copy() if settings else {}
+    return [name for name in settings if name.replace("-", "_") not in known]
 
 
 def inductor_mode(mode: str | None) -> dict[str, Any]:
@@ -358,6 +367,11 @@ def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any
 def partition_ops() -> set[str]:
     """Names (``ns::op`` or ``ns::op.overload``) that Inductor was told to keep out of CUDA graphs."""
     return set(inductor_config.custom_should_partition_ops)
+
+
+def forward_mode() -> bool:
+    """Whether derivatives are carried forward (`torch.autograd.forward_ad`); 2.11, 2.13."""
+    return _forward_ad._current_level >= 0
 
 
 def profiling() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pgraph.errors import OptionError
 
-__all__ = ["PREFIX", "read", "variable"]
+__all__ = ["PREFIX", "WORDS", "read", "variable"]
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ PREFIX = "PGRAPH_"
 _OTHERS = ("PGRAPH_NATIVE", "PGRAPH_COMMIT", "PGRAPH_TORCH")
 # Options that have no variable, and what to do instead.
 _NO_VARIABLE = {"inductor": "set Inductor's own variables (TORCHINDUCTOR_...), or torch._inductor.config"}
-_WORDS = {
+WORDS = {
     "1": True,
     "true": True,
     "yes": True,
@@ -69,9 +69,9 @@ def read(environment: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, 
 
 def _value(name: str, text: str, hint: Any) -> Any:
     if hint is bool:
-        if text.lower() not in _WORDS:
+        if text.lower() not in WORDS:
             raise _refusal(name, text, "1 or 0 (also true, false, yes, no, on, off)")
-        return _WORDS[text.lower()]
+        return WORDS[text.lower()]
     if hint is int:
         return _int(name, text, text, "a whole number, e.g. 2")
     if typing.get_origin(hint) is tuple:
@@ -95,6 +95,8 @@ def _refusal(name: str, text: str, wanted: str) -> OptionError:
 @functools.cache
 def _warn_unknown(name: str, known: Iterable[str]) -> None:
     """Once per variable and process."""
-    near = difflib.get_close_matches(name, (*known, *_OTHERS), n=2, cutoff=0.7)
+    # Without the prefix, which would make everything alike.
+    short = {other.removeprefix(PREFIX): other for other in (*known, *_OTHERS)}
+    near = [short[n] for n in difflib.get_close_matches(name.removeprefix(PREFIX), short, n=2, cutoff=0.7)]
     hint = f"did you mean {' or '.join(near)}?" if near else "pgraph.list_options() lists the options"
     log.warning("%s is set, but pgraph has no such option, and it changes nothing: %s", name, hint)

@@ -69,6 +69,8 @@ def parse(given: Mapping[str, Any] | None, environ: Mapping[str, str] | None = N
         OptionError: a key or value is not valid; the message says which would be.
     """
     hints = typing.get_type_hints(Options)
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"pgraph options are {given!r}; they must be a dict, e.g. {{'warmup': 2}}")
     for name, value in (given or {}).items():
         if name not in hints:
             raise OptionError(_unknown(name, list(hints)))

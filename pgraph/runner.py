@@ -88,6 +88,7 @@ class PartitionRunner:
         self._constants = constants
         self._static = static
         self._watched = watched
+        self._carries_tangents = options.codegen == "aten"  # Inductor's code never does
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._keeper = Keeper(options.max_captures, options.warmup)
         self._last: Variant | None = None
@@ -100,6 +101,8 @@ class PartitionRunner:
     def __call__(self, args: list[Any]) -> Any:
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
+        if self._carries_tangents and compat.forward_mode():
+            return self._run_plainly(args, None)  # a launch would lose the tangents without a word
         variant = self._last
         # Once: an eviction may take them away.
         call, launcher = (variant.call, variant.launcher) if variant is not None else (None, None)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._inductor.utils import get_donated_idxs
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -206,6 +207,26 @@ def test_ops_tell_views_and_randomness() -> None:
     assert torch.Tag.nondeterministic_seeded in aten.rand.default.tags
     assert torch.Tag.nondeterministic_seeded not in aten.mm.default.tags
     assert [a.name for a in aten.mm.default._schema.arguments] == ["self", "mat2"]
+
+
+def test_gradients_are_told_by_name() -> None:
+    """Placeholders of a backward that stand for incoming gradients; all of them where no name tells."""
+    found: list[tuple[list[int], list[str]]] = []
+
+    def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+        found.append((compat.tangents(gm), names))
+        return compat.boxed_module(gm)
+
+    compiler = aot_autograd(fw_compiler=lambda gm, inputs: compat.boxed_module(gm), bw_compiler=backward)
+    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    first, second = torch.compile(lambda a, b: (a * b, a.sin()), backend=compiler)(a, b)
+    (first + second).sum().backward()
+    ((positions, names),) = found
+    assert len(names) == 4  # two saved, two gradients
+    assert [names[i] for i in positions] == ["tangents_1", "tangents_2"]
+    nameless = torch.fx.symbolic_trace(lambda a, b: a + b)
+    assert compat.tangents(nameless) == [0, 1]
 
 
 def test_tensor_shims() -> None:

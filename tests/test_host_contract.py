@@ -331,3 +331,15 @@ def test_a_constant_tensor_is_returned() -> None:
             got = compiled(x)
             same(got[0], x * 2 + 1)
             assert got[1].data_ptr() == held.data_ptr()
+
+
+def test_unknown_settings_of_inductor_are_named() -> None:
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match="'inductor' sets 'nope', which Inductor"
+    ):
+        host(lambda x: x * 2, inductor={"nope": 1})(torch.randn(3))
+
+
+def test_the_wrapper_in_cpp_is_off_whatever_the_configuration_says(inductor_cache: pathlib.Path) -> None:
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        agree(lambda x: x * 2 + 1, host(lambda x: x * 2 + 1, "inductor"), lambda: (torch.randn(4),))

@@ -36,6 +36,10 @@ unknown pgraph option 'drivers': did you mean 'driver'? (pgraph.list_options()
 lists them)""",
         )
 
+    def test_no_dict(self) -> None:
+        with pytest.raises(OptionError, match="pgraph options are 'warmup'; they must be a dict"):
+            parse("warmup")  # type: ignore[arg-type]
+
     def test_a_wrapper_in_cpp(self) -> None:
         self.assertExpectedInline(
             self.refused(inductor={"cpp_wrapper": True}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from support import Block, host, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -249,6 +250,20 @@ def test_autocast_and_a_grad_scaler() -> None:
         return trace
 
     both(loop)
+
+
+def test_forward_mode_runs_plainly() -> None:
+    """Plain ATen code carries tangents, a launch would drop them."""
+    compiled = host(lambda x: x.sin() * 2)
+    for dual in (False, True, False, True, False):
+        x = torch.randn(3)
+        with forward_ad.dual_level():
+            out = compiled(forward_ad.make_dual(x, torch.ones(3)) if dual else x)
+            tangent = forward_ad.unpack_dual(out).tangent
+        if dual:
+            same(tangent, 2 * x.cos())
+        same(compiled(x), x.sin() * 2)
+    assert pgraph.report().launches == 4
 
 
 def test_autocast_around_a_backward_only_changes_nothing() -> None:

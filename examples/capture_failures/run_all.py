@@ -95,16 +95,20 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.entries) - set(names()):
         parser.error(f"no entry {', '.join(sorted(unknown))}; there are {', '.join(names())}")
+    if chosen.device == "cuda" and default_device().type != "cuda":
+        parser.error("--device cuda, but torch sees no GPU")
     if chosen.list:
         print(catalogue())
         return
     columns = ("entry", "plain CUDA graphs", "pgraph", "fixed")
-    rows = []
+    rows, failed = [], 0
     for name in chosen.entries or names():
         print(f"running {name}", file=sys.stderr)
         row = run(name, chosen.device)
+        failed += "fixed" not in row
         rows.append([row.get(column, "-") for column in columns])
     print(table(columns, rows))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ import sysconfig
 import tempfile
 from typing import Any
 
+from pgraph.environment import WORDS
+
 __all__ = ["address_of", "load", "load_call"]
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,10 @@ def load() -> ctypes.CDLL | None:
     A `CDLL`: a launch may wait for room in the device's queue, and other Python threads must run
     meanwhile.
     """
-    if os.environ.get("PGRAPH_NATIVE", "1") == "0":
+    wish = os.environ.get("PGRAPH_NATIVE", "").strip() or "1"
+    if wish.lower() not in WORDS:
+        log.warning("PGRAPH_NATIVE is %r; it must be 1 or 0 and counts as 1", wish)
+    elif not WORDS[wish.lower()]:
         return None
     try:
         library = ctypes.CDLL(str(_build("pgraph_native.c")))

@@ -57,3 +57,22 @@ def test_results_and_arguments_that_are_conjugates(given: str) -> None:
             assert (got.is_conj(), got.is_neg()) == (want.is_conj(), want.is_neg())
             assert torch.equal(got, want), f"call {i}{explain()}"
     assert_launched(3)
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_gradients_that_are_lazy_at_some_calls_only(codegen: str) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * x * 2
+
+    compiled = compile_pgraph(double, codegen=codegen, min_ops=1)
+    for i in range(8):
+        x, grad = pair(64, 64)
+        if i % 2 == 0:
+            grad = grad.conj()
+        mine, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
+        compiled(mine).backward(grad)
+        double(theirs).backward(grad)
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_launched(8)
