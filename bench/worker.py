@@ -257,11 +257,7 @@ def measure(spec: Spec) -> dict[str, Any]:
         counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "partitions")
         extra = {key: as_count(getattr(report, key)) for key in counts}
         extra |= {"exec_mb": as_count(report.exec_bytes) / MB, "summary": report.summary()}
-        extra["plain"] = [
-            f"{part.name}: {reason}"
-            for part in report.parts
-            for reason in ((part.reason,) if part.reason else () if part.facts.safe else part.facts.reasons)
-        ]
+        extra["plain"] = [f"{part.name}: {reason}" for part in report.parts for reason in part.reasons]
     elif spec.backend == "reduce-overhead":
         # Warm-up and recording fill the steps after the compiling one: what they take over a steady step.
         capture_s = sum(max(0.0, seconds - steady_s) for seconds in warm_s[1:])

@@ -202,14 +202,17 @@ def _compile_parts(
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
     split = extract(gm, parts)
     static = compat.static_inputs(gm, kind == "backward")
+    gradients = compat.tangents(gm) if kind == "backward" else ()
     if split.calls[0].module is gm:
         compiled = compile_part(gm, example_inputs, None)
-        watched = _watched(gm, options, tangents=compat.tangents(gm) if kind == "backward" else ())
+        watched = _watched(gm, options, gradients)
         return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static, watched))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
     donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
     # One part alone reads it, so that no other has it or a view of it.
     reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
+    # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was traced.
+    unsteady = {None, *gradients} if gradients else set()
     runners = []
     with compat.own_output_strides(len(split.output_slots)):
         for call, part in zip(split.calls, facts, strict=True):
@@ -218,8 +221,8 @@ def _compile_parts(
             own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
             with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
                 compiled = compile_part(call.module, inputs, fixed)
-            # What an uncaptured part made of a gradient may be lazy, too.
-            watched = _watched(call.module, options, range(len(inputs)) if kind == "backward" else ())
+            lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
+            watched = _watched(call.module, options, lazy)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
     return compat.boxed(GraphRunner(split, runners))
 
@@ -269,7 +272,7 @@ def _runner(
     )
 
 
-def _watched(module: torch.fx.GraphModule, options: Options, tangents: Iterable[int]) -> dict[int, Trait]:
+def _watched(module: torch.fx.GraphModule, options: Options, lazy: Iterable[int]) -> dict[int, Trait]:
     """Arguments of which layout and address do not say all that the code stands on.
 
     Note [What nobody guards]
@@ -282,7 +285,7 @@ def _watched(module: torch.fx.GraphModule, options: Options, tangents: Iterable[
     if options.codegen == "aten" and ops & optable.STORAGE_OFFSETS:
         inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
         return dict.fromkeys(range(inputs), lazy_bits_and_offset)
-    return dict.fromkeys(tangents, lazy_bits)
+    return dict.fromkeys(lazy, lazy_bits)
 
 
 def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor]:

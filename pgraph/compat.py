@@ -1,7 +1,7 @@
 """Every private PyTorch interface that pgraph uses above the drivers, in one place.
 
-Each was seen working on torch 2.11.0 (cu130) and 2.13.0 (CPU); `tests/test_compat.py` has a test
-for each.
+Each was seen working on torch 2.11.0 (cu130) and 2.13.0 (CPU), but where it says that it was only found in
+the sources of 2.11; `tests/test_compat.py` has a test for each.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def compile_graph(
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Those that are no settings of Inductor's; 2.11, 2.13."""
+    """Those that are no settings of Inductor's; 2.13, and in the sources of 2.11."""
     known = inductor_config.get_config_copy() if settings else {}
-    return [name for name in settings if name.replace("-", "_") not in known]
+    return [name for name in settings if name not in known]
 
 
 def inductor_mode(mode: str | None) -> dict[str, Any]:
@@ -134,7 +134,8 @@ def inductor_mode(mode: str | None) -> dict[str, Any]:
 
 
 def unwrap_mutations(gm: torch.fx.GraphModule) -> None:
-    """Custom ops that write into their arguments, as the clones and calls they stand for; 2.11, 2.13.
+    """Custom ops that write into their arguments, as the clones and calls they stand for; 2.13, and in the
+    sources of 2.11.
 
     Tracing wraps them into a higher-order op, which Inductor takes apart in the same way.
     """
@@ -147,7 +148,8 @@ def boxed_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module's forward as a function of one list, which it empties; values die after last use.
 
     It runs without autocast: the graph says its casts, and whether somebody's `torch.autocast` is in force
-    around the backward differs from call to call, while a capture would keep what it found; 2.11, 2.13.
+    around the backward differs from call to call, while a capture would keep what it found; 2.13, and in the
+    sources of 2.11.
     """
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
@@ -338,11 +340,11 @@ def symbol_source(size: torch.SymInt) -> str | None:
 
 @functools.cache
 def tangents(gm: torch.fx.GraphModule) -> list[int]:
-    """Positions of a backward graph's inputs that are gradients: AOTAutograd calls them ``tangents_1`` and so
-    on. All positions, if it has none by that name; 2.11, 2.13.
+    """Positions of a backward graph's inputs that are gradients, told by name (``tangents_1``) as torch's own
+    partitioner does. All positions, if it has none by that name; 2.13, and in the sources of 2.11.
     """
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
-    found = [i for i, name in enumerate(names) if name.startswith("tangents_")]
+    found = [i for i, name in enumerate(names) if "tangents" in name]
     return found or list(range(len(names)))
 
 
@@ -370,7 +372,7 @@ def partition_ops() -> set[str]:
 
 
 def forward_mode() -> bool:
-    """Whether derivatives are carried forward (`torch.autograd.forward_ad`); 2.11, 2.13."""
+    """Whether derivatives are carried forward; 2.13, and in the sources of 2.11."""
     return _forward_ad._current_level >= 0
 
 

@@ -122,3 +122,23 @@ def shows(check: Callable[[], None], cured: bool) -> None:
     else:
         with pytest.raises(AssertionError):
             check()
+
+
+def check_lazy_gradients(
+    compiled: Any, fn: Callable[[Tensor], Tensor], pair: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    """Eight backwards of a compiled `fn`; the gradient of every other one is a lazy conjugate.
+
+    Args:
+        pair: makes an input and a gradient, both complex.
+    """
+    for call in range(8):
+        x, grad = pair()
+        if call % 2 == 0:
+            grad = grad.conj()
+        mine, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
+        compiled(mine).backward(grad)
+        fn(theirs).backward(grad)
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -155,7 +155,11 @@ def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
         Region(i, "input", SIDE * SIDE * 4, 0, n + 1 if kept else death % (n + 1))
         for i, (kept, death) in enumerate(case["inputs"])
     ]
-    outputs = [OutputSpec(constant=5), OutputSpec(input=0, layout=TensorSpec((4,), (2,), torch.float32, 8))]
+    outputs = [
+        OutputSpec(constant=5),
+        OutputSpec(input=0, layout=TensorSpec((4,), (2,), torch.float32, 8)),
+        OutputSpec(input=0),
+    ]
     for kind, birth, length, rows in case["memory"]:
         birth %= n
         death = n + 1 if kind != "temp" else min(n, birth + 1 + length)

@@ -229,6 +229,14 @@ def test_gradients_are_told_by_name() -> None:
     assert compat.tangents(nameless) == [0, 1]
 
 
+def test_settings_and_modes() -> None:
+    assert compat.unknown_settings({"max_autotune": True, "triton.cudagraphs": False, "nope": 1}) == ["nope"]
+    assert not compat.forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert compat.forward_mode()
+    assert not compat.forward_mode()
+
+
 def test_tensor_shims() -> None:
     """C functions that read a tensor through a handle: dimensions, sizes, strides, address; and delete it."""
     shims = compat.tensor_shims()

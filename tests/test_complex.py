@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import host, launching, same
+from support import check_lazy_gradients, host, launching, same
 from torch import Tensor
 
 import pgraph
+from pgraph.safety import mark_unsafe, unmark_unsafe
 
 
 def rope(x: Tensor, angles: Tensor) -> Tensor:
@@ -106,24 +107,31 @@ def test_a_conjugate_crosses_from_part_to_part() -> None:
             same(compiled(a, b), fn(a, b))
 
 
+def doubled_square(x: Tensor) -> Tensor:
+    return x * x * 2
+
+
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_gradients_that_are_lazy_at_some_calls_only(codegen: str) -> None:
     """Nobody guards what comes into a backward: its bits are looked at in every call."""
-
-    def double(x: Tensor) -> Tensor:
-        return x * x * 2
-
-    compiled = host(double, codegen)
-    for call in range(8):
-        x, grad = complex_pair()
-        if call % 2 == 0:
-            grad = grad.conj()
-        mine, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
-        compiled(mine).backward(grad)
-        double(theirs).backward(grad)
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    check_lazy_gradients(host(doubled_square, codegen), doubled_square, complex_pair)
     report = pgraph.report()
     assert report.captures == 3, str(report)  # a backward for each kind of gradient
     assert report.launches >= 8, str(report)
+
+
+def test_lazy_gradients_reach_every_part_of_a_backward() -> None:
+    """Also one that an uncaptured part of it has only viewed."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 3).sin().reshape(-1)
+
+    mark_unsafe("aten::cos", "is kept out", "none")
+    try:
+        compiled = host(fn)
+        check_lazy_gradients(compiled, fn, lambda: (complex_pair()[0], complex_pair()[1].reshape(-1)))
+    finally:
+        unmark_unsafe("aten::cos")
+    report = pgraph.report()
+    assert len(report.outside) == 1, str(report)
+    assert any(part.captures == 2 for part in report.partitions), str(report)

@@ -261,9 +261,20 @@ def forgotten() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGRAPH_NATIVE", "0")
+@pytest.mark.parametrize("word", ["0", "off", "False"])
+def test_it_can_be_switched_off(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGRAPH_NATIVE", word)
     assert native.load() is None
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_word_that_is_neither_is_told(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PGRAPH_NATIVE", "banana")
+    native.load.cache_clear()
+    assert native.load() is not None
+    assert "PGRAPH_NATIVE is 'banana'; it must be 1 or 0" in caplog.text
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -83,6 +83,7 @@ def by_path(case: dict[str, Any], native_path: bool) -> tuple[list[Any], list[An
         ]
         view = results[1]
         assert torch.equal(view, inputs[0].flatten()[2:10:2])
+        assert results[2] is inputs[0]
         del results, view
         device.events.clear()
     assert not device.living
@@ -215,7 +216,7 @@ def test_nothing_leaks_over_many_calls() -> None:
         args: Any = [42, *tensors]
         done = call(args)
         assert done is not None
-        refs.append(weakref.ref(done[0][2]))
+        refs.append(weakref.ref(done[0][3]))
         wrong = [41, *tensors]
         assert call(wrong) is None
         del done, args, wrong

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_helpers import DEVICE, assert_launched, compile_pgraph, explain, randn, same_bits
+from support import check_lazy_gradients
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -61,18 +62,8 @@ def test_results_and_arguments_that_are_conjugates(given: str) -> None:
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_gradients_that_are_lazy_at_some_calls_only(codegen: str) -> None:
-    def double(x: Tensor) -> Tensor:
+    def fn(x: Tensor) -> Tensor:
         return x * x * 2
 
-    compiled = compile_pgraph(double, codegen=codegen, min_ops=1)
-    for i in range(8):
-        x, grad = pair(64, 64)
-        if i % 2 == 0:
-            grad = grad.conj()
-        mine, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
-        compiled(mine).backward(grad)
-        double(theirs).backward(grad)
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    check_lazy_gradients(compile_pgraph(fn, codegen=codegen, min_ops=1), fn, lambda: pair(64, 64))
     assert_launched(8)
