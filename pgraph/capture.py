@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from pgraph.compat import lazily
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
 from pgraph.errors import CaptureError, DriverError
-from pgraph.nodes import is_foreign, op_name
+from pgraph.nodes import is_foreign, is_own, op_name
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
 
@@ -64,7 +64,7 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, _Range] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
-        self.foreign: set[int] = set()
+        self.own: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,8 +78,9 @@ class _Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
-        if is_foreign(func):
-            self.foreign.update(range(before, after))
+        if is_own(func):
+            self.own.update(range(before, after))
+        elif is_foreign(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
                 raise CaptureError(_not_recorded(op_name(func)), op_name(func))
@@ -260,7 +261,7 @@ def _record(
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
-    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.foreign))
+    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.own))
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:

@@ -9,24 +9,33 @@ ghost memory is one in both captures, each time into that capture's own ghosts. 
 ============================================  ====================================================
 the two values                                what it is
 ============================================  ====================================================
-equal, in memory of the framework             a pointer to something that is no argument: refuse
+equal, in memory of the framework             a pointer to something that is no argument: refuse *
 equal, anything else                          a constant: never rewritten
 each in its own ghosts, same region + delta   a slot
 the same, but that region is dead by then     left-over bytes in padding: ignored
-each in its own ghosts, otherwise             ambiguous: refuse
-one in its ghosts, one in the framework's     ambiguous: refuse
+each in its own ghosts, otherwise             ambiguous: refuse *
+one in its ghosts, one in the framework's     ambiguous: refuse *
 both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
 
-Note [Real memory that moves]
-Padding often holds half of an old address (of the host's memory, too, which shares the upper bits), and
-where the framework holds tens of gigabytes such a word looks like a device address. In a capture,
-whatever an op of PyTorch's own is given or allocates lies in ghost memory, so none of its pointers moves
-within real memory. A custom op may use buffers of its own in turn; nobody knows.
+Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct.
 
-Left-over addresses are common: libraries fill large parameter structs on the stack and leave the
-padding as it was. They are told from pointers by moving differently, or not at all.
+Note [Left-over addresses]
+Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
+half of an old address (of the host's memory, too, which shares the upper bits) beside some small number,
+and where the framework holds tens of gigabytes such a word looks like a device address. A parameter of
+eight bytes has no padding. Of a struct's words, what is known of PyTorch's own ops tells:
+
+* In a capture whatever they are given or allocate lies in ghost memory, so none of their pointers moves
+  within real memory, or is a ghost in one capture only.
+* A pointer is computed from a range that is alive, so it lies as far from that range in both captures. The
+  arenas leave different gaps, so for other words no range does.
+* Between calls they keep no device memory, save what is dropped before a capture (workspaces of cuBLAS) or
+  refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a buffer, a kernel
+  would get the address at which it begins: such a word is refused, one that points inside a block is not.
+
+A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
 Cost: O(words * log(regions)).
 """
@@ -36,6 +45,7 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
@@ -132,6 +142,16 @@ def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
     return x.constant is y.constant or (plain and x.constant == y.constant)
 
 
+class _Word(NamedTuple):
+    """Eight bytes of a node's parameters, and what is known of them (Note [Left-over addresses])."""
+
+    where: str
+    node: int
+    offset: int
+    own: bool  # of an op of PyTorch's own
+    loose: bool  # and within a struct, so that it may be padding
+
+
 class _Matcher:
     def __init__(
         self, a: Recording, b: Recording, framework: RangeMap | None, constants: RangeMap | None
@@ -140,7 +160,7 @@ class _Matcher:
         self._map_a, self._map_b = _region_map(a.allocations), _region_map(b.allocations)
         self._framework = framework
         self._constants = constants
-        self._unknown = a.foreign | b.foreign
+        self._own = a.own & b.own
 
     def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
         words = len(node_a.params) // 8
@@ -148,46 +168,62 @@ class _Matcher:
         values_b = struct.unpack_from(f"={words}Q", node_b.params)
         slots = []
         for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
-            where = f"word {w * 8} of node {index} ({node_a.kind} {node_a.name})"
+            word = _Word(
+                f"word {w * 8} of node {index} ({node_a.kind} {node_a.name})",
+                index,
+                w * 8,
+                own=index in self._own,
+                loose=index in self._own and any(lo <= w * 8 < hi for lo, hi in node_a.structs),
+            )
             if va == vb:
-                self._constant(va, where)
-            elif (slot := self._moving(index, w * 8, va, vb, where)) is not None:
+                self._constant(word, va)
+            elif (slot := self._moving(word, va, vb)) is not None:
                 slots.append(slot)
         return slots
 
-    def _constant(self, value: int, where: str) -> None:
-        if not self._foreign(value):
+    def _constant(self, word: _Word, value: int) -> None:
+        found = self._framework.find(value) if self._framework is not None else None
+        if found is None or (word.loose and found[1]):
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return
         raise _refuse(
-            "hidden-pointer", f"{where} points to device memory that is not an argument ({value:#x})"
+            "hidden-pointer", f"{word.where} points to device memory that is not an argument ({value:#x})"
         )
 
-    def _moving(self, index: int, offset: int, va: int, vb: int, where: str) -> Slot | None:
+    def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
         ghost_a, ghost_b = _within(va, self._a.ghost_range), _within(vb, self._b.ghost_range)
         if ghost_a and ghost_b:
-            return self._ghosts(index, offset, self._map_a.find(va), self._map_b.find(vb), where)
+            return self._ghosts(word, va, vb)
         # A pointer is one in both captures: an address on one side only is left in padding.
-        known = not (ghost_a or ghost_b or index in self._unknown)  # see Note [Real memory that moves]
+        known = word.loose if ghost_a or ghost_b else word.own
         if not known and (ghost_a or self._foreign(va)) and (ghost_b or self._foreign(vb)):
             raise _refuse(
                 "ambiguous-word",
-                f"{where} points to device memory and moved between captures ({va:#x}, {vb:#x})",
+                f"{word.where} points to device memory and moved between captures ({va:#x}, {vb:#x})",
             )
         return None
 
-    def _ghosts(
-        self, index: int, offset: int, in_a: tuple[int, int] | None, in_b: tuple[int, int] | None, where: str
-    ) -> Slot | None:
+    def _ghosts(self, word: _Word, va: int, vb: int) -> Slot | None:
+        in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
         # Program order decides what is alive; a word that names a region already dead (or not
         # yet born) in both captures is left-over padding and must not be given an address.
-        if self._dead(self._a, in_a, index) and self._dead(self._b, in_b, index):
+        if self._dead(self._a, in_a, word.node) and self._dead(self._b, in_b, word.node):
             return None
-        if in_a is None or in_a != in_b:
-            what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
-            raise _refuse("ambiguous-word", f"{where} is {what[0]} in one capture and {what[1]} in another")
-        return Slot(index, offset, *in_a)
+        if in_a is not None and in_a == in_b:
+            return Slot(word.node, word.offset, *in_a)
+        if word.loose and not self._derived(word.node, va, vb):
+            return None
+        what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
+        raise _refuse("ambiguous-word", f"{word.where} is {what[0]} in one capture and {what[1]} in another")
+
+    def _derived(self, node: int, va: int, vb: int) -> bool:
+        """Whether the two words lie as far from some range that is alive, however far."""
+        return any(
+            va - x.address == vb - y.address
+            for i, (x, y) in enumerate(zip(self._a.allocations, self._b.allocations, strict=True))
+            if not (self._dead(self._a, (i, 0), node) and self._dead(self._b, (i, 0), node))
+        )
 
     def _foreign(self, value: int) -> bool:
         return self._framework is not None and self._framework.find(value) is not None

@@ -29,6 +29,7 @@ __all__ = [
     "is_foreign",
     "is_getitem",
     "is_neutral",
+    "is_own",
     "is_structural",
     "op_name",
     "op_of",
@@ -136,6 +137,11 @@ def op_name(op: Any) -> str:
 def is_foreign(op: Any) -> bool:
     """Whether the op is somebody else's than PyTorch's: a custom op, whose code nobody here knows."""
     return isinstance(op, OpOverload) and op.namespace not in _OWN_NAMESPACES
+
+
+def is_own(op: Any) -> bool:
+    """Whether the op is PyTorch's own, written by hand: its sources tell what it does."""
+    return isinstance(op, OpOverload) and op.namespace in _OWN_NAMESPACES
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -38,12 +38,14 @@ class NodeRecord:
             comparable, and equal between two captures of the same partition.
         params: parameter bytes, addresses included, in the machine's byte order. Every address is
             an 8-byte word aligned to 8 within these bytes.
+        structs: [first, end) in `params` of arguments larger than a word, which may have padding.
     """
 
     kind: NodeKind
     name: str
     header: tuple[Any, ...]
     params: bytes
+    structs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Recording:
         outputs: one per result, regions numbered as `allocations`.
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
-        foreign: nodes recorded by ops that are not PyTorch's own.
+        own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -120,7 +122,7 @@ class Recording:
     outputs: tuple[OutputSpec, ...]
     ghost_range: tuple[int, int]
     graph: Any
-    foreign: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,15 +127,52 @@ def test_a_word_that_moved_out_of_its_ghosts_is_ambiguous(word_a: int, word_b: i
 def test_a_word_that_moved_within_framework_memory() -> None:
     """Row 7: a custom op may use buffers of its own in turn; PyTorch's ops have ghosts only."""
     a, b = pair((FRAMEWORK + 8,), (FRAMEWORK + 16,))
-    assert match(a, b, framework=outside()) == ()
-    for x, y in (
-        (dataclasses.replace(a, foreign=frozenset({0})), b),
-        (a, dataclasses.replace(b, foreign=frozenset({0}))),
-    ):
+    own_a, own_b = (dataclasses.replace(r, own=frozenset({0})) for r in (a, b))
+    assert match(own_a, own_b, framework=outside()) == ()
+    others = tuple(dataclasses.replace(r, own=frozenset({1})) for r in (a, b))  # another node's op
+    for x, y in ((a, b), (own_a, b), (a, own_b), others):
         with pytest.raises(MatchError, match=r"ambiguous-word.*device memory"):
             match(x, y, framework=outside())
-    other = dataclasses.replace(a, foreign=frozenset({1}))
-    assert match(other, b, framework=outside()) == (), "another node's op"
+
+
+def loose(r: Recording, *, own: bool = True, until: int = 16) -> Recording:
+    """The same, its words up to byte `until` in a struct that one of PyTorch's own ops passes."""
+    node = dataclasses.replace(r.nodes[0], structs=((0, until),))
+    return dataclasses.replace(r, nodes=(node,), own=frozenset({0} if own else ()))
+
+
+@pytest.mark.parametrize(
+    ("word_a", "word_b", "left_over"),
+    [
+        # A number beside half of an old pointer looks like an address inside some block.
+        (FRAMEWORK + 0x3E7, FRAMEWORK + 0x3E7, True),
+        (FRAMEWORK, FRAMEWORK, False),  # where a block begins: a buffer that somebody kept?
+        # The same number beside the upper half of either arena's addresses.
+        (A + 0x8000, B + 0x8100, True),
+        (A + 0x4000, B + 0x4300, True),
+        (A + 0x8000, B + 0x8000, False),  # no gap in front of the input in either: may come from there
+        (A + 0x1040 + 2**19, B + 0x1040 + 2**19, False),  # as far from the input in both, however far
+        (A + 0x8000 - 2**14, B + 0x8200 - 2**14, False),
+        # A ghost in one capture only.
+        (A + 0x8000, FRAMEWORK + 8, True),
+        (FRAMEWORK + 8, B + 0x8200, True),
+        (A + 0x4000, FRAMEWORK, True),
+    ],
+)
+def test_words_of_a_struct_may_be_padding(word_a: int, word_b: int, left_over: bool) -> None:
+    """The rows with a star: what cannot be a pointer of PyTorch's own op is left-over bytes."""
+    a, b = pair((3, word_a), (3, word_b))
+    if left_over:
+        assert match(loose(a), loose(b), framework=outside()) == ()
+    for change in ({"own": False}, {"until": 8}) if left_over else ({},):
+        with pytest.raises(MatchError, match="word 8 of node 0"):
+            match(loose(a, **change), loose(b, **change), framework=outside())
+
+
+def test_slots_are_found_among_padding() -> None:
+    """A pointer in a struct is one as anywhere."""
+    a, b = pair((A + 0x1010, A + 0x8000), (B + 0x1010, B + 0x8200))
+    assert match(loose(a), loose(b), framework=outside()) == (Slot(0, 0, 0, 0x10), Slot(0, 8, 1, 0))
 
 
 @pytest.mark.parametrize(

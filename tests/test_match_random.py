@@ -30,14 +30,14 @@ class Case:
         lives: (birth, death) of each region.
         bases: per capture, the address of each region.
         nodes: per node, the words, each ("slot", region, delta), ("same", v) or ("two", va, vb).
-        foreign: nodes of ops that are not PyTorch's own.
+        own: nodes of ops of PyTorch's own, which pass one struct.
     """
 
     sizes: list[int]
     lives: list[tuple[int, int | None]]
     bases: tuple[list[int], list[int]]
     nodes: list[list[tuple[Any, ...]]]
-    foreign: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
 
     def params(self, node: int, bases: list[int], capture: int) -> bytes:
         words = []
@@ -53,10 +53,11 @@ class Case:
             for address, size, life in zip(bases, self.sizes, self.lives, strict=True)
         )
         nodes = tuple(
-            NodeRecord("kernel", f"k{i}", (), self.params(i, bases, capture)) for i in range(len(self.nodes))
+            NodeRecord("kernel", f"k{i}", (), data, ((0, len(data)),) if i in self.own else ())
+            for i, data in enumerate(self.params(i, bases, capture) for i in range(len(self.nodes)))
         )
         ghosts = (LOW[capture], LOW[capture] + (1 << 32))
-        return Recording(nodes, allocations, 0, (), ghosts, None, self.foreign)
+        return Recording(nodes, allocations, 0, (), ghosts, None, self.own)
 
     def planted(self) -> set[Slot]:
         return {
@@ -86,11 +87,27 @@ def own_ghosts(capture: int) -> st.SearchStrategy[int]:
     return st.integers(LOW[capture], LOW[capture] + (1 << 32) - 1)
 
 
+def left_over(case: Case, node: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Words that look like addresses and can be none of what an op of PyTorch's own was given."""
+
+    def underivable(pair: tuple[int, int]) -> bool:
+        return all(pair[0] - case.bases[0][r] != pair[1] - case.bases[1][r] for r in case.alive(node))
+
+    return st.one_of(
+        st.tuples(own_ghosts(0), own_ghosts(1)).filter(underivable),
+        st.integers(0, 2**32 - 1).map(lambda low: (LOW[0] + low, LOW[1] + low)).filter(underivable),
+        st.tuples(own_ghosts(0), framework_words),
+        st.tuples(framework_words, own_ghosts(1)),
+        st.tuples(framework_words, framework_words),
+        framework_words.filter(lambda word: word != FRAMEWORK[0]).map(lambda word: (word, word)),
+    ).map(lambda pair: ("two", *pair))
+
+
 framework_words = st.integers(FRAMEWORK[0], FRAMEWORK[0] + FRAMEWORK[1] - 1)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, own: bool = True) -> Case:
     n_nodes = draw(st.integers(1, 5))
     n_regions = draw(st.integers(1, 6))
     sizes = draw(st.lists(st.integers(0, 4096), min_size=n_regions, max_size=n_regions))
@@ -111,8 +128,14 @@ def cases(draw: st.DrawFn) -> Case:
         alive = case.alive(i)
         dead = [r for r in range(n_regions) if r not in alive]
         words: list[tuple[Any, ...]] = []
-        for kind in draw(st.lists(st.sampled_from(KINDS), max_size=6)):
-            if kind == "slot" and alive:
+        kinds = KINDS
+        if own and draw(st.booleans()):
+            case.own |= {i}
+            kinds = (*KINDS, "left over")
+        for kind in draw(st.lists(st.sampled_from(kinds), max_size=6)):
+            if kind == "left over":
+                words.append(draw(left_over(case, i)))
+            elif kind == "slot" and alive:
                 region = draw(st.sampled_from(alive))
                 words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
             elif kind == "stale" and dead:
@@ -152,7 +175,7 @@ def test_rebinding_equals_rendering_at_the_new_addresses(case: Case, data: st.Da
         assert bytes(params) == case.params(i, new, capture=0)
 
 
-@given(cases(), st.data())
+@given(cases(own=False), st.data())
 def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
     """One word that two captures see differently, among any others, is never given an address."""
     node = data.draw(st.integers(0, len(case.nodes) - 1))
@@ -172,7 +195,6 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
         word = ("two", here[0], LOW[1] + (1 << 31))
     elif kind == "framework":
         word = ("two", *data.draw(st.lists(framework_words, min_size=2, max_size=2, unique=True)))
-        case.foreign = frozenset({node})
     elif kind == "ghost, framework":
         word = ("two", data.draw(own_ghosts(0)), data.draw(framework_words))
     else:

@@ -123,8 +123,9 @@ def _read_kernel(node: Any) -> NodeRecord:
     elif p.extra:
         data = _extra_buffer(p.extra)
         passing = ("extra",)
+        layout = layout or ((0, len(data)),)  # the buffer is laid out as the function declares, if it does
     else:
-        data, passing = b"", ("params", ())
+        data, passing, layout = b"", ("params", ()), ()
     header = (
         int(function),
         (p.gridDimX, p.gridDimY, p.gridDimZ),
@@ -133,7 +134,8 @@ def _read_kernel(node: Any) -> NodeRecord:
         int(p.ctx),
         passing,
     )
-    return NodeRecord("kernel", name, header, data)
+    structs = tuple((offset, offset + size) for offset, size in layout if size > 8)
+    return NodeRecord("kernel", name, header, data, structs)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -113,14 +113,6 @@ def assert_launched(at_least: int = 1) -> None:
     assert not bad, f"not launched {at_least} times: {', '.join(bad)}{explain()}"
 
 
-def assert_launched_or_refused(code: str) -> None:
-    """Every safe partition was launched, or was refused for the one reason that is known of it."""
-    counters = report().partitions
-    assert counters, f"pgraph saw nothing to capture{explain()}"
-    bad = [p.name for p in counters if not (p.launches if p.reason is None else p.reason.code == code)]
-    assert not bad, f"neither launched nor {code}: {', '.join(bad)}{explain()}"
-
-
 def outside_codes() -> set[str]:
     """Codes of the reasons why parts run plainly."""
     return {reason.code for _, reasons in report().outside for reason in reasons}

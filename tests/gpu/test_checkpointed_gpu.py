@@ -10,7 +10,6 @@ from gpu_helpers import (
     DEVICE,
     Shaker,
     assert_launched,
-    assert_launched_or_refused,
     assert_same,
     compile_pgraph,
     explain,
@@ -81,9 +80,6 @@ def test_attention_without_dropout_is_captured_whole(kernel: SDPBackend, codegen
             shaker.shake()
     assert not report().outside, explain()
     assert len(report().partitions) == 2, explain()
-    if codegen == "aten":  # its kernels' padding may hold old addresses
-        assert_launched_or_refused("ambiguous-word")
-        return
     assert report().captures == 2, explain()
     assert_launched(6)
 

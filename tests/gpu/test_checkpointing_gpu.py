@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_helpers import DEVICE, assert_launched_or_refused, compile_pgraph, explain, report
+from gpu_helpers import DEVICE, compile_pgraph, explain, report
 from llama import LlamaConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -69,9 +69,6 @@ def test_gradients_are_those_of_the_same_code_without_graphs(ac: str, codegen: s
             near = {"rtol": 2**-6, "atol": 2**-6 * float(w.abs().max())}
             torch.testing.assert_close(g, w, **near, msg=lambda text: text + explain())
     found = report()
-    if codegen == "aten":  # its kernels' padding may hold old addresses
-        assert_launched_or_refused("ambiguous-word")
-        return
     assert found.fallbacks == 0, explain()
     assert found.launches >= 6, explain()
     captures = found.captures
