@@ -50,6 +50,7 @@ __all__ = [
     "static_inputs",
     "symbol_source",
     "tangents",
+    "tensor_layout",
     "tensor_shims",
     "traced_function",
     "unknown_settings",
@@ -364,6 +365,39 @@ def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any
         )
     except (OSError, AttributeError):
         return None
+
+
+@functools.cache
+def tensor_layout() -> tuple[int, int]:
+    """Where a tensor's Python object holds the C++ tensor (Note [Handles in place] in `pgraph_call.c`).
+
+    Found by looking for the pointer to the implementation, which a handle of the shims begins with, in
+    objects of several kinds.
+
+    Returns:
+        (offset in bytes, address of the class's table of functions, with which an implementation begins);
+        (0, 0) where the objects do not agree on one offset and one class.
+    """
+    shims = tensor_shims()
+    if shims is None:
+        return 0, 0
+    handles_of, (*_, delete) = shims
+    pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    base = torch.empty(3)
+    kinds = (base, base[1:], torch.nn.Parameter(base), torch.empty(3, requires_grad=True) * 2)
+    found = set()
+    for tensor in kinds:
+        handle = ctypes.c_void_p(pointer_in(handles_of([tensor])[0], None))
+        implementation = ctypes.c_void_p.from_address(handle.value or 0).value
+        delete(handle)
+        words = (ctypes.c_void_p * (torch.Tensor.__basicsize__ // 8)).from_address(id(tensor))
+        offsets = [8 * i for i, word in enumerate(words) if word == implementation]
+        if len(offsets) != 1 or implementation is None:
+            return 0, 0
+        found.add((offsets[0], int(ctypes.c_uint64.from_address(implementation).value)))
+    return found.pop() if len(found) == 1 else (0, 0)
 
 
 def partition_ops() -> set[str]:

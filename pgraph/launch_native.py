@@ -63,6 +63,7 @@ def native_call(
             native.address_of(library.pg_launch),
             calls.capturing or 0,
         ),
+        (torch.Tensor, *compat.tensor_layout()),
         calls.index,
         built,  # kept alive: the steps hold addresses of its execs
     )

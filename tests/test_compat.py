@@ -261,6 +261,28 @@ def test_tensor_shims() -> None:
     assert sys.getrefcount(x) == count
 
 
+def test_tensor_layout() -> None:
+    """The C++ tensor within the Python object, where the shims read it: 2.13; on a GPU 2.11."""
+    shims = compat.tensor_shims()
+    assert shims is not None
+    _, (_, sizes, strides, data_ptr, _) = shims
+    offset, table = compat.tensor_layout()
+    assert 0 < offset < torch.Tensor.__basicsize__
+    leaf = torch.randn(3, 5, requires_grad=True)
+    kinds = (leaf, leaf.t(), torch.nn.Parameter(leaf), leaf.detach()[1:], torch.ones(2, dtype=torch.int8))
+    for x in kinds:
+        handle = ctypes.c_void_p(id(x) + offset)
+        implementation = ctypes.c_uint64.from_address(handle.value or 0).value
+        assert ctypes.c_uint64.from_address(implementation).value == table
+        address, numbers = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_int64)()
+        assert data_ptr(handle, ctypes.byref(address)) == 0
+        assert address.value == x.data_ptr()
+        assert sizes(handle, ctypes.byref(numbers)) == 0
+        assert tuple(numbers[: x.dim()]) == x.shape
+        assert strides(handle, ctypes.byref(numbers)) == 0
+        assert tuple(numbers[: x.dim()]) == x.stride()
+
+
 def test_profiling() -> None:
     """Seen in every thread, whichever profiler it is; False again when it has stopped."""
     kinds: list[Any] = [

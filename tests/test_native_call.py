@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_native import CASE, SIDE, FakeDevice, made
 
-from pgraph import native
+from pgraph import compat, native
 from pgraph.errors import DriverError, LaunchError
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
@@ -95,6 +95,38 @@ def by_path(case: dict[str, Any], native_path: bool) -> tuple[list[Any], list[An
 def test_c_equals_python(case: dict[str, Any]) -> None:
     """Allocations, launches and frees in the same order with the same sizes; equal results and counts."""
     assert by_path(case, True) == by_path(case, False)
+
+
+@pytest.mark.parametrize("layout", ["unknown", "of another class", "a place with nothing"])
+def test_without_handles_in_place_torch_makes_them(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note [Handles in place]: what is not seen to be a tensor is read as before."""
+    offset, table = compat.tensor_layout()
+    found = {"unknown": (0, 0), "of another class": (offset, table + 8), "a place with nothing": (32, table)}
+    reference = by_path(CASE, False)
+    monkeypatch.setattr(compat, "tensor_layout", lambda: found[layout])
+    assert by_path(CASE, True) == reference
+
+
+@pytest.mark.parametrize("layout", ["known", "unknown"])
+@pytest.mark.parametrize("kind", ["parameter", "subclass", "number"])
+def test_only_tensors_with_memory_are_read(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    if layout == "unknown":
+        monkeypatch.setattr(compat, "tensor_layout", lambda: (0, 0))
+    device = FakeDevice()
+    launcher, facts = made(device, CASE)
+    call = native_call(launcher, *facts)
+    assert call is not None
+    args = arguments(launcher)
+    x = args[2]
+    args[2] = {
+        "parameter": lambda: torch.nn.Parameter(x),
+        "subclass": lambda: x.as_subclass(Mine),
+        "number": lambda: 3.0,
+    }[kind]()
+    assert (call(args) is not None) == (kind != "number")
 
 
 def test_the_case_has_several_chunks_and_raw_memory() -> None:

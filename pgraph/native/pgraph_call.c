@@ -6,6 +6,12 @@
  * Tensors are read through torch's C shims (the ABI of its ahead-of-time compiled code), made by the same
  * Python callable that generated code uses; memory that no result needs comes from the caching allocator
  * without a tensor around it. No torch, CUDA or driver header is needed: Python hands over addresses.
+ *
+ * Note [Handles in place]
+ * The shims take a pointer to a C++ tensor. torch gives one for a Python object by a list of capsules, which
+ * costs more than all the reading. A tensor's Python object holds the C++ one itself, at an offset that is
+ * found by looking, once (`pgraph.compat.tensor_layout`). Each use checks that what lies there points to an
+ * object of the class that was seen there; where it does not, the capsules serve.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -75,6 +81,9 @@ typedef struct {
     pg_step *steps;
     pg_result *results;
     PyObject *handles_of, *empty, *failed, *current_stream, *current_device, *device;
+    PyTypeObject *tensor_type;
+    Py_ssize_t tensor_offset; /* 0: not known, see Note [Handles in place] */
+    void *tensor_class;
     long device_index;
     fn_read dim, size, stride, data_ptr;
     fn_delete delete_handle;
@@ -93,6 +102,15 @@ typedef struct { /* of one call */
 static PyObject *name_data_ptr;
 
 /* -- are the arguments right? ---------------------------------------------------------------- */
+
+/* The C++ tensor within a Python object, or NULL where it is not seen to be one. */
+static void *handle_in(const pg_program *p, PyObject *object)
+{
+    if (!p->tensor_offset || !PyObject_TypeCheck(object, p->tensor_type))
+        return NULL;
+    void **handle = (void **)((char *)object + p->tensor_offset);
+    return *handle && *(void **)*handle == p->tensor_class ? handle : NULL;
+}
 
 static int reads_as(const pg_program *p, void *handle, const pg_input *in, uint64_t *address)
 {
@@ -125,17 +143,10 @@ static int has_traits(const pg_program *p, PyObject *args)
     return 1;
 }
 
-/* 1: they are, and `bases` has their addresses; 0: they are not; -1: a Python error. */
-static int matches(const pg_program *p, PyObject *args, uint64_t *bases)
+/* `matches` for the tensors, by handles that torch makes. */
+static int match_by_capsules(const pg_program *p, PyObject *args, uint64_t *bases)
 {
     Py_ssize_t n = PyList_GET_SIZE(args);
-    for (Py_ssize_t i = 0; i < p->n_others; i++) {
-        if (p->others[i].position >= n)
-            return 0;
-        int same = PyObject_RichCompareBool(PyList_GET_ITEM(args, p->others[i].position), p->others[i].value, Py_EQ);
-        if (same <= 0)
-            return same;
-    }
     PyObject *tensors = PyList_New(p->n_inputs);
     if (!tensors)
         return -1;
@@ -164,6 +175,29 @@ static int matches(const pg_program *p, PyObject *args, uint64_t *bases)
     return PyErr_Occurred() ? -1 : right ? has_traits(p, args) : 0;
 }
 
+/* 1: they are, and `bases` has their addresses; 0: they are not; -1: a Python error. */
+static int matches(const pg_program *p, PyObject *args, uint64_t *bases)
+{
+    Py_ssize_t n = PyList_GET_SIZE(args);
+    for (Py_ssize_t i = 0; i < p->n_others; i++) {
+        if (p->others[i].position >= n)
+            return 0;
+        int same = PyObject_RichCompareBool(PyList_GET_ITEM(args, p->others[i].position), p->others[i].value, Py_EQ);
+        if (same <= 0)
+            return same;
+    }
+    for (Py_ssize_t i = 0; i < p->n_inputs; i++) {
+        if (p->inputs[i].position >= n)
+            return 0;
+        void *handle = handle_in(p, PyList_GET_ITEM(args, p->inputs[i].position));
+        if (!handle)
+            return match_by_capsules(p, args, bases);
+        if (!reads_as(p, handle, &p->inputs[i], &bases[i]))
+            return 0;
+    }
+    return has_traits(p, args);
+}
+
 /* 1: this device is current and nobody captures its current stream; 0: not so; -1: a Python error. */
 static int ready(const pg_program *p, void **stream)
 {
@@ -187,8 +221,13 @@ static int ready(const pg_program *p, void **stream)
 
 /* -- the steps ------------------------------------------------------------------------------- */
 
-static int address_of(PyObject *tensor, uint64_t *address)
+static int address_of(const pg_program *p, PyObject *tensor, uint64_t *address)
 {
+    void *data, *handle = handle_in(p, tensor);
+    if (handle && p->data_ptr(handle, &data) == 0) {
+        *address = (uint64_t)(uintptr_t)data;
+        return 0;
+    }
     PyObject *number = PyObject_CallMethodNoArgs(tensor, name_data_ptr);
     if (!number)
         return -1;
@@ -210,7 +249,7 @@ static int allocate(const pg_program *p, const pg_alloc *a, pg_frame *f)
         if (!tensor)
             return -1;
         f->tensors[a->block] = tensor;
-        if (address_of(tensor, &address))
+        if (address_of(p, tensor, &address))
             return -1;
     }
     for (Py_ssize_t i = 0; i < a->n_tenants; i++)
@@ -476,24 +515,26 @@ static int read_results(pg_program *p, PyObject *results)
     return 0;
 }
 
-/* program(inputs, others, traits, steps, results, (regions, blocks), callables, addresses, device, keep) */
+/* program(inputs, others, traits, steps, results, (regions, blocks), callables, addresses, tensor, device, keep) */
 static PyObject *program(PyObject *module, PyObject *spec)
 {
     (void)module;
     PyObject *inputs, *others, *traits, *steps, *results, *keep, *device;
-    unsigned long long at[9];
+    unsigned long long at[9], tensor_class;
     pg_program *p = zeroed(1, sizeof *p);
     if (!p)
         return NULL;
     p->spec = Py_NewRef(spec);
-    if (!PyArg_ParseTuple(spec, "O!O!O!O!O!(nn)(OOOOO)(KKKKKKKKK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
+    if (!PyArg_ParseTuple(spec, "O!O!O!O!O!(nn)(OOOOO)(KKKKKKKKK)(O!nK)OO", &PyTuple_Type, &inputs, &PyTuple_Type, &others,
                           &PyTuple_Type, &traits, &PyTuple_Type, &steps, &PyTuple_Type, &results, &p->n_regions,
                           &p->n_blocks, &p->handles_of, &p->empty, &p->failed, &p->current_stream, &p->current_device,
-                          &at[0], &at[1], &at[2], &at[3], &at[4], &at[5], &at[6], &at[7], &at[8], &device, &keep) ||
+                          &at[0], &at[1], &at[2], &at[3], &at[4], &at[5], &at[6], &at[7], &at[8], &PyType_Type,
+                          &p->tensor_type, &p->tensor_offset, &tensor_class, &device, &keep) ||
         read_inputs(p, inputs, others, traits) || read_steps(p, steps) || read_results(p, results)) {
         free_program(p);
         return NULL;
     }
+    p->tensor_class = (void *)(uintptr_t)tensor_class;
     p->device = device;
     p->device_index = PyLong_AsLong(device);
     p->dim = (fn_read)(uintptr_t)at[0];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from gpu_helpers import (
@@ -19,9 +21,19 @@ from gpu_helpers import (
 )
 from torch import Tensor
 
+from pgraph import compat
 from pgraph.safety import mark_unsafe, unmark_unsafe
 
 pytestmark = pytest.mark.gpu
+
+
+def test_launches_in_c_read_tensors_in_place() -> None:
+    """Note [Handles in place]: the layout is known, and it is that of tensors on the GPU too."""
+    offset, table = compat.tensor_layout()
+    assert offset
+    for x in (randn(3), randn(3, 4).t(), torch.nn.Parameter(randn(2)), randn(2, grad=True) * 2):
+        implementation = ctypes.c_uint64.from_address(id(x) + offset).value
+        assert ctypes.c_uint64.from_address(implementation).value == table
 
 
 def test_inputs_are_mutated_in_place() -> None:
