@@ -6,7 +6,8 @@ Fixed Llamas are in `WORKLOADS`. Other names are made of parts:
   checkpointing; ``70b-fit`` and ``70b-fit-ac`` take as many layers as fit on the GPU (`fitting_layers`);
 * ``vit-b16-B``: ViT-B/16 on B images, each block checkpointed;
 * ``gpt2-B``: GPT-2 small on B sequences, gradients accumulated over four such batches;
-* ``NAME@bB``: any Llama above with batch B, e.g. ``16x1024@b8``.
+* ``NAME@tT`` and ``NAME@bB``: any Llama above with sequences of T tokens, with batch B, or with both, e.g.
+  ``16x1024@t64@b8``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ WORKLOADS: dict[str, Workload] = {
     # Memory-bound: most of the memory is activations and gradients.
     "8x4096": _workload(layers=8, dim=4096, heads=32, kv_heads=8, batch=2, seq=2048),
 }
-PATTERNS = "70b-N[-ac], 70b-fit[-ac], vit-b16-B, gpt2-B, NAME@bB"
+PATTERNS = "70b-N[-ac], 70b-fit[-ac], vit-b16-B, gpt2-B, NAME[@tT][@bB]"
 _SEQ_70B = 2048
 _LAYER_PARAMETERS_70B = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
 _SMALL = LlamaConfig()  # stands where a family has no Llama
@@ -75,6 +76,12 @@ def workload(name: str) -> Workload:
     base, at, size = name.partition("@b")
     if at and size.isdigit() and int(size):
         return dataclasses.replace(workload(base), batch=int(size))
+    base, at, size = name.partition("@t")
+    if at and size.isdigit() and int(size):
+        found = workload(base)
+        return dataclasses.replace(
+            found, seq=int(size), llama=dataclasses.replace(found.llama, max_seq=int(size))
+        )
     if name in WORKLOADS:
         return WORKLOADS[name]
     if found := re.fullmatch(r"70b-([1-9]\d*)(-ac)?", name):
@@ -84,6 +91,11 @@ def workload(name: str) -> Workload:
     if found := re.fullmatch(r"gpt2-([1-9]\d*)", name):
         return Workload(_SMALL, int(found[1]), 1024, family="gpt2", accumulate=4)
     raise ValueError(f"config {name!r} is unknown; choose from {', '.join(WORKLOADS)}, or {PATTERNS}")
+
+
+def without_batch(name: str) -> str:
+    """`name` without its ``@bB``."""
+    return name.partition("@b")[0]
 
 
 def _llama_70b(layers: int, checkpoint: bool) -> Workload:

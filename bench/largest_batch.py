@@ -1,6 +1,7 @@
 """The largest batch that trains under a memory cap: eager, Inductor, reduce-overhead and pgraph.
 
     python bench/largest_batch.py                                  # 16x1024 by blocks, under 4 GB
+    python bench/largest_batch.py --config 16x1024@t64 --low 40 --high 80 --ways 3   # in finer steps
     python bench/largest_batch.py --config gpt2-8 --scope model --cap-mb 20000 --ways 3
 
 A binary search over the batch, each trial in a process of its own: what a trial that ran out of memory, or
@@ -26,6 +27,7 @@ from typing import Any
 import _paths  # noqa: F401  (puts the checkout on sys.path)
 import schema
 import torch
+from configs import without_batch
 from workers import Figures, config_name, start_worker
 
 Fits = Callable[[int], bool]
@@ -111,7 +113,7 @@ def search(args: argparse.Namespace, backend: str, cache: Path) -> dict[str, Any
 
     def trial(batch: int) -> bool:
         spec = {
-            "config": f"{args.config.partition('@')[0]}@b{batch}",
+            "config": f"{without_batch(args.config)}@b{batch}",
             "scope": args.scope,
             "backend": backend,
             "device": args.device,
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         args.device = "cpu"
     identity = {
         "bench": "largest-batch",
-        "config": args.config.partition("@")[0],
+        "config": without_batch(args.config),
         "mode": "train",
         "scope": args.scope,
         "cap_mb": args.cap_mb,

@@ -41,10 +41,13 @@ def test_names_say_what_is_trained(bench: Any) -> None:
     assert not configs.workload("70b-4").checkpoint
     assert configs.workload("16x1024@b9").batch == 9
     assert configs.workload("16x1024@b9").llama == configs.workload("16x1024").llama
+    short = configs.workload("16x1024@t64@b9")
+    assert (short.batch, short.seq, short.llama.max_seq) == (9, 64, 64)
+    assert configs.without_batch("16x1024@t64@b9") == configs.without_batch("16x1024@t64") == "16x1024@t64"
     vit, gpt2 = configs.workload("vit-b16-256"), configs.workload("gpt2-8")
     assert (vit.family, vit.batch, vit.checkpoint) == ("vit", 256, True)
     assert (gpt2.family, gpt2.batch, gpt2.accumulate) == ("gpt2", 8, 4)
-    for wrong in ("70b-0", "vit-b16-", "gpt2-0", "16x1024@b0", "70b-2-acc", "x@b2"):
+    for wrong in ("70b-0", "vit-b16-", "gpt2-0", "4x256@b0", "4x256@t0", "4x256@b2@t8x", "70b-2-acc", "x@b2"):
         with pytest.raises(ValueError, match="is unknown; choose from cpu-tiny"):
             configs.workload(wrong)
 
