@@ -99,15 +99,27 @@ def twin_key(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in same)
 
 
-def against(row: Row, inductor: Row | None) -> tuple[str, str]:
-    """(the three sizes over Inductor's, whether each is within the bound), of the same run.
+def inductor_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Inductor's row of the same measurement: of the same run if there is one, else of another commit."""
+    others = [
+        other for other in rows if other["backend"] == "inductor" and twin_key(other)[:5] == twin_key(row)[:5]
+    ]
+    return next((other for other in others if twin_key(other) == twin_key(row)), next(iter(others), None))
 
-    The bound is 1 % or 32 MB, whichever is more.
+
+def against(row: Row, inductor: Row | None) -> tuple[str, str]:
+    """(the three sizes over Inductor's, whether each is within the bound).
+
+    The bound is 1 % or 32 MB, whichever is more. Of two runs only what the allocator counts is compared: that
+    repeats itself, while the whole device's use depends on the machine.
     """
     if inductor is None or row is inductor:
         return "-", "-"
     ratios, above = [], []
     for key, name in SIZES:
+        if key == "device_used_mb" and twin_key(row) != twin_key(inductor):
+            ratios.append("-")
+            continue
         mine, theirs = row.get(key), inductor.get(key)
         if mine is None or not theirs:
             return "-", "-"
@@ -155,13 +167,12 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
     if data["gpu"] == "cpu":
         columns.append(("peak_rss_mb", "max RSS MB", ",.0f"))
     modes = len({row["mode"] for row in rows}) > 1
-    inductors = {twin_key(row): row for row in rows if row["backend"] == "inductor"}
-    compared = any(against(row, inductors.get(twin_key(row)))[0] != "-" for row in rows)
+    compared = any(against(row, inductor_of(row, rows))[0] != "-" for row in rows)
     lines, notes = [], []
     for row in rows:
         where = place(row) + (f", {row['mode']}" if modes else "")
         figures = [cell(row, key, form) for key, _, form in columns]
-        verdict = against(row, inductors.get(twin_key(row))) if compared else ()
+        verdict = against(row, inductor_of(row, rows)) if compared else ()
         lines.append([where, row["backend"], *figures, *verdict, commit(row)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")

@@ -191,6 +191,22 @@ def test_the_verdict_takes_the_larger_bound(bench: Any) -> None:
     assert against({"peak_allocated_mb": 1.0}, None) == ("-", "-")
 
 
+def test_inductors_row_of_the_same_run_comes_first(bench: Any) -> None:
+    """Of another commit's row only what the allocator counts is compared."""
+    readme = bench("readme")
+    same = dict.fromkeys(("config", "mode", "scope", "alloc_conf", "deterministic"), "x")
+    sizes = {"peak_allocated_mb": 100.0, "peak_reserved_mb": 200.0, "device_used_mb": 300.0}
+    old, new = ({**same, **sizes, "backend": "inductor", "commit": c, "date": "d"} for c in "ab")
+    other = {**old, "config": "y"}
+    row = {**same, **sizes, "backend": "pgraph", "commit": "b", "date": "d"}
+    assert readme.inductor_of(row, [other, old, new, row]) is new
+    assert readme.inductor_of(row, [other, old, row]) is old
+    assert readme.inductor_of(row, [other, row]) is None
+    assert readme.against(row, new) == ("1.000 / 1.000 / 1.000", "yes")
+    assert readme.against({**row, "device_used_mb": 900.0}, old) == ("1.000 / 1.000 / -", "yes")
+    assert readme.against({**row, "peak_reserved_mb": 233.0}, old)[1] == "no: reserved +33 MB"
+
+
 @pytest.mark.parametrize("ways", [1, 3, 5])
 @pytest.mark.parametrize("best", [0, 1, 2, 17, 62, 63])
 def test_the_search_finds_the_largest_size(bench: Any, ways: int, best: int) -> None:
