@@ -24,6 +24,8 @@ class Entry:
         warmup, steps, issue: steps not measured, timed back to back, and timed on the host's clock.
         expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
         compare: compare the losses of `steps` steps instead of measuring.
+        resume: save a checkpoint in the middle of `steps` steps, go on from it in new processes, and compare
+            the losses with those of the run that was not stopped. Always deterministic.
         deterministic: torch's deterministic algorithms.
         timeout: seconds for one run.
     """
@@ -44,8 +46,19 @@ class Entry:
     issue: int = 5
     expandable: bool = False
     compare: bool = False
+    resume: bool = False
     deterministic: bool = False
     timeout: int = 150
+
+    @property
+    def untimed(self) -> bool:
+        """Whether only the losses count."""
+        return self.compare or self.resume
+
+    @property
+    def saved_at(self) -> int:
+        """Steps before the checkpoint."""
+        return self.steps // 2
 
     @property
     def config(self) -> str:
@@ -84,6 +97,12 @@ def parse(text: str) -> list[Entry]:
         values["backends"] = ("inductor", *again, "pgraph")
     if values.get("compare"):
         values.setdefault("steps", 200)
+    if values.get("resume"):
+        values["deterministic"] = True
+        values.setdefault("backends", ("pgraph",))
+        if values.get("compare") or len(values["backends"]) != 1 or values.get("steps", 20) < 2:
+            raise PlanError(f"plan {text!r}: resume takes one backend, two steps or more, and no compare")
+        values["backends"] *= 2  # the run that goes on, and the one that is resumed
     return [Entry(**values)]
 
 
@@ -108,6 +127,10 @@ _BIG: dict[str, Any] = {"seq": 4096, "batch": 1, "ac": "selective", "warmup": 5,
 _THREE = ("inductor", "pgraph", "reduce-overhead")
 _TWO = ("inductor", "pgraph")
 
+# Losses, bit for bit, of what is not timed.
+_CHECK: dict[str, Any] = {"compare": True, "deterministic": True, "steps": 30, "backends": _TWO}
+_RESUME: dict[str, Any] = {"resume": True, "deterministic": True, "backends": ("pgraph", "pgraph")}
+
 PLANS: dict[str, tuple[Entry, ...]] = {
     # The order is that of importance: what time runs out on is least missed.
     "gpu1": (
@@ -125,6 +148,14 @@ PLANS: dict[str, tuple[Entry, ...]] = {
         Entry(gpus=2, batch=8, expandable=True, backends=_TWO),
         Entry(gpus=2, batch=1, expandable=True, backends=_TWO),
         Entry(gpus=2, flavor="8B", layers=32, expandable=True, backends=_TWO, **_BIG),
+    ),
+    "gpu2-checks": (
+        Entry(gpus=2, **_RESUME),
+        Entry(gpus=2, ac="full", accumulate=2, reshard="never", **_CHECK),
+        Entry(gpus=2, ac="selective", reshard="always", **_CHECK),
+        Entry(gpus=2, ddp=True, **_CHECK),
+        Entry(gpus=2, tp=2, **_CHECK),
+        Entry(gpus=2, expandable=True, **_RESUME),
     ),
     "gpu4": (
         Entry(gpus=4, flavor="70B", layers=16, backends=_TWO, **_BIG),

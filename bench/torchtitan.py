@@ -4,6 +4,7 @@
     python bench/torchtitan.py --plan flavor=70B,layers=4,gpus=2,seq=4096,batch=1,ac=selective
     python bench/torchtitan.py --plan gpus=2,compare,deterministic       # losses of 200 steps, bit for bit
     python bench/torchtitan.py --plan gpus=2,compare              # within the spread of two Inductor runs?
+    python bench/torchtitan.py --plan gpus=2,resume,steps=20      # saved after ten steps, and resumed
     python bench/torchtitan.py --plan gpu4 --budget 200           # start nothing new after 200 s
 
 Each backend of each configuration runs in processes of its own, one per GPU, as torchrun would start them.
@@ -21,7 +22,6 @@ import os
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,10 +35,9 @@ import schema
 import titan_setup
 import torch
 from titan_plans import PLANS, Entry, PlanError, parse
+from titan_rows import EXPANDABLE, brief, compared, resumed, row
 
 WORKER = Path(__file__).resolve().parent / "titan" / "worker.py"
-EXPANDABLE = "expandable_segments:True"
-LARGEST = ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb", "private_pools_mb")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,10 +71,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Ranks:
     """The processes of one run: they import at once, and train when told to."""
 
-    def __init__(self, entry: Entry, backend: str, out: Path, cache: Path) -> None:
-        self.entry, self.backend, self.out = entry, backend, out
+    def __init__(self, entry: Entry, position: int, out: Path, cache: Path, saved: Path) -> None:
+        backend = entry.backends[position]
+        self.entry, self.out = entry, out
         out.mkdir(parents=True, exist_ok=True)
-        spec = json.dumps(specification(entry, backend, out, cache))
+        spec = json.dumps(specification(entry, position, out, cache, saved))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -149,9 +149,10 @@ class Ranks:
             log.close()
 
 
-def specification(entry: Entry, backend: str, out: Path, cache: Path) -> dict[str, Any]:
+def specification(entry: Entry, position: int, out: Path, cache: Path, saved: Path) -> dict[str, Any]:
     """What the worker reads."""
-    if entry.compare:
+    backend = entry.backends[position]
+    if entry.untimed:
         warmup, timed, issue = entry.steps, 0, 0
     else:
         warmup, timed, issue = entry.warmup, entry.steps, entry.issue
@@ -164,8 +165,17 @@ def specification(entry: Entry, backend: str, out: Path, cache: Path) -> dict[st
         # A collection in the middle of the measured steps would be an outlier.
         "extra": ["--training.gc_freq", "1000000", "--metrics.disable_color_printing"],
     }
+    if entry.resume:
+        settings["extra"] += checkpointing(entry, position, saved)
     spec = {"settings": settings, "warmup": warmup, "timed": timed, "issue": issue}
     return spec | {"cache": str(cache), "out": str(out), "cudagraphs": backend == "reduce-overhead"}
+
+
+def checkpointing(entry: Entry, position: int, folder: Path) -> list[str]:
+    """torchtitan's arguments for the run that saves in the middle, and for the one that goes on from it."""
+    words = ["--checkpoint.enable", "--checkpoint.folder", str(folder)]
+    words += ["--checkpoint.interval", str(entry.saved_at)]
+    return [*words, "--checkpoint.load_step", str(entry.saved_at)] if position else words
 
 
 def last_error(path: Path) -> str:
@@ -173,123 +183,6 @@ def last_error(path: Path) -> str:
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if not line.startswith((" ", "[")) and "Error" in line.split(":", 1)[0]]
     return (named or lines or ["no output"])[-1].strip()[:300]
-
-
-def row(entry: Entry, backend: str, found: dict[str, Any], first: bool) -> dict[str, Any]:
-    """One row of the result file from what the ranks wrote."""
-    base = {**identity(entry, "torchtitan", backend), "status": found["status"], "gpus": entry.gpus}
-    ranks = found["ranks"]
-    if not ranks or not ranks[0].get("times_ms"):
-        return base if base["status"] != "ok" else base | {"status": "no figures"}
-    slowest = max(ranks, key=lambda r: statistics.median(r["times_ms"]))
-    times = sorted(slowest["times_ms"])
-    ms = statistics.median(times)
-    end, before, after = (ranks[0][key] for key in ("end", "before", "after"))
-    tokens = entry.batch * entry.accumulate * entry.seq / entry.tp
-    figures: dict[str, Any] = {
-        "tokens_per_s": tokens / ms * 1e3,
-        "ms_per_step": ms,
-        "ms_p10": times[len(times) // 10],
-        "ms_p90": times[min(len(times) - 1, len(times) * 9 // 10)],
-        "cpu_issue_ms": max((r["issue_ms"] for r in ranks if r["issue_ms"] is not None), default=None),
-        "compile_s": max(r["warm_s"][0] for r in ranks),
-        "compile_cache": "empty at first" if first else "filled by a run before",
-        "capture_s": end.get("capture_s"),
-        "recordings_warm": before["recordings"],
-        "recordings_timed": after["recordings"] - before["recordings"]
-        if backend == "reduce-overhead"
-        else None,
-        "steps": entry.steps,
-        "warmup": entry.warmup,
-        "run_s": max((r["run_s"] for r in ranks if "run_s" in r), default=None),
-        "torn_down": all(r.get("finished") for r in ranks),
-        "losses": whole_losses(ranks),
-    }
-    for key in LARGEST:
-        values = [r[key] for r in ranks if r[key] is not None]
-        figures[key] = max(values, default=None)
-    figures["per_rank"] = [{key: r[key] for key in LARGEST} for r in ranks]
-    figures["expandable_seen"] = ranks[0].get("expandable")
-    figures["alloc_retries"] = ranks[0].get("alloc_retries")
-    if backend == "pgraph":
-        launches = after["launches"] - before["launches"]
-        rewritten = after["rewritten_nodes"] - before["rewritten_nodes"]
-        figures |= {"captures_warm": before["captures"], "captures_end": end["captures"]}
-        figures |= {"launches_per_step": launches / entry.steps, "fallbacks": end["fallbacks"]}
-        figures |= {"rewritten_per_launch": rewritten / launches if launches else 0.0}
-        figures |= {key: end[key] for key in ("nodes", "slots", "exec_mb", "summary", "report")}
-    return base | figures
-
-
-def identity(entry: Entry, bench: str, backend: str) -> dict[str, Any]:
-    """The fields that tell a row from the others."""
-    return {
-        "bench": bench,
-        "config": entry.config,
-        "mode": "train",
-        "scope": "block",
-        "backend": backend,
-        "alloc_conf": EXPANDABLE if entry.expandable else schema.DEFAULT_ALLOC_CONF,
-        "deterministic": entry.deterministic,
-    }
-
-
-def whole_losses(ranks: Sequence[dict[str, Any]]) -> list[float]:
-    """The loss of each step: the ranks' shares, summed."""
-    return [sum(shares) for shares in zip(*(r["losses"] for r in ranks), strict=True)]
-
-
-def compared(entry: Entry, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The row of a comparison: pgraph's losses against the first run's, rank by rank and step by step.
-
-    Without deterministic algorithms two Inductor runs differ, too; pgraph may then differ by twice as much.
-    """
-    base = identity(entry, "torchtitan-losses", "pgraph") | {"reference": runs[0][0], "gpus": entry.gpus}
-    broken = [f"{name}: {found['status']}" for name, found in runs if not found["ranks"]]
-    if broken:
-        return base | {"status": "; ".join(broken)}
-    first, *others = (found["ranks"] for _, found in runs)
-    mine = others[-1]
-    pairs = [p for a, b in zip(first, mine, strict=True) for p in zip(a["losses"], b["losses"], strict=True)]
-    equal = sum(a == b for a, b in pairs)
-    diff = spread_of(first, mine)
-    spread = spread_of(first, others[0]) if len(others) > 1 else None
-    if equal == len(pairs):
-        status = "equal"
-    elif spread is not None and diff <= 2 * spread:
-        status = "ok"
-    else:
-        status = f"losses differ by up to {diff:.3g}"
-    return base | {
-        "status": status,
-        "steps": entry.steps,
-        "losses_compared": len(pairs),
-        "losses_equal": equal,
-        "max_diff": diff,
-        "reference_max_diff": spread,
-        "captures_end": mine[0]["end"].get("captures"),
-        "summary": mine[0]["end"].get("summary"),
-        "losses": whole_losses(mine),
-        "reference_losses": whole_losses(first),
-    }
-
-
-def spread_of(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> float:
-    """The largest difference of the losses of two runs."""
-    return max(abs(x - y) for x, y in zip(whole_losses(a), whole_losses(b), strict=True))
-
-
-def brief(found: dict[str, Any], line: dict[str, Any]) -> str:
-    """One line about one run."""
-    if "ms_per_step" not in line:
-        return str(line.get("status", found["status"]))
-    sizes = [line[key] for key in ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")]
-    memory = "/".join("-" if size is None else f"{size:,.0f}" for size in sizes)
-    text = f"{line['ms_per_step']:.2f} ms/step, {line['tokens_per_s']:,.0f} tokens/s per GPU, {memory} MB "
-    text += f"(allocated/reserved/device), compile {line['compile_s']:.1f} s, loss {line['losses'][-1]:.5f}"
-    if line["recordings_timed"] is not None:
-        text += f", recordings {line['recordings_warm']} + {line['recordings_timed']}"
-    return text + (f"\n    {line['summary']}" if "summary" in line else "")
 
 
 def unable(plans: Sequence[str]) -> str | None:
@@ -321,8 +214,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     def start(index: int) -> Ranks | None:
         if index >= len(jobs) or time.monotonic() - began > args.budget:
             return None
-        entry, _, backend = jobs[index]
-        return Ranks(entry, backend, logs / f"{index:02d}-{backend}", cache)
+        entry, position, backend = jobs[index]
+        saved = logs / f"{index - position:02d}-checkpoint"  # by the first run of the entry
+        if not position:
+            shutil.rmtree(saved, ignore_errors=True)
+        return Ranks(entry, position, logs / f"{index:02d}-{backend}", cache, saved)
 
     header: dict[str, Any] | None = None
     path: Path | None = None
@@ -344,13 +240,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
         code = (entry.flavor, entry.layers, entry.seq, entry.batch, entry.ac, entry.gpus, entry.deterministic)
         line = row(entry, backend, found, first=code not in compiled and args.cache is None)
         compiled.add(code)
-        if not entry.compare:
+        if not entry.untimed:
             schema.write(path, [line], header)
         else:
             runs = [*(runs if position else []), (backend, found)]
             line = {"status": found["status"]}
             if position == len(entry.backends) - 1:
-                line = compared(entry, runs)
+                line = resumed(entry, runs) if entry.resume else compared(entry, runs)
                 schema.write(path, [line], header)
         mode = "expandable " if entry.expandable else ""
         print(

@@ -31,7 +31,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
 
     def import_bench(name: str, under: str = "") -> ModuleType:
-        for module in ("_paths", "schema", "titan_plans", name):
+        for module in ("_paths", "schema", "titan_plans", "titan_rows", name):
             known = under if under and module == name else module
             if known in sys.modules:
                 continue
@@ -102,9 +102,20 @@ def test_comparisons_take_as_many_runs_as_they_need(load: Any) -> None:
     assert plans.parse("compare")[0].steps == 200
 
 
+def test_a_resumed_run_is_two_runs_of_one_backend(load: Any) -> None:
+    plans = load("titan_plans")
+    (entry,) = plans.parse("gpus=2,resume,steps=20")
+    assert entry.backends == ("pgraph", "pgraph")
+    assert (entry.deterministic, entry.untimed, entry.saved_at) == (True, True, 10)
+    assert plans.parse("resume,backends=inductor")[0].backends == ("inductor", "inductor")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("resume,compare", "resume takes one backend"),
+        ("resume,backends=inductor+pgraph", "resume takes one backend"),
+        ("resume,steps=1", "two steps or more"),
         ("flavour=8B", "'flavour' is no key"),
         ("batch=x", "batch='x' must be a whole"),
         ("backends=fast", "fast"),
@@ -119,7 +130,7 @@ def test_wrong_plans_are_refused(load: Any, text: str, said: str) -> None:
 def test_every_named_plan_fits_its_machine(load: Any) -> None:
     plans = load("titan_plans")
     for name, entries in plans.PLANS.items():
-        expected = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "cpu": 2}[name]
+        expected = {"gpu1": 1, "gpu2": 2, "gpu2-checks": 2, "gpu4": 4, "cpu": 2}[name]
         assert {entry.gpus for entry in entries} == {expected}
 
 
@@ -176,6 +187,51 @@ def test_losses_that_differ_count_as_different_without_a_second_reference(bench:
     row = bench.compared(entry, runs)
     assert row["losses_equal"] == 1
     assert row["status"].startswith("losses differ")
+
+
+def test_the_second_run_goes_on_where_the_first_one_saved(bench: Any, load: Any, tmp_path: Path) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2,resume,steps=20")
+    specs = [bench.specification(entry, i, tmp_path, tmp_path, tmp_path / "saved") for i in (0, 1)]
+    first, second = (" ".join(spec["settings"]["extra"]) for spec in specs)
+    for words in (first, second):
+        assert (
+            f"--checkpoint.enable --checkpoint.folder {tmp_path / 'saved'} --checkpoint.interval 10" in words
+        )
+    assert "load_step" not in first
+    assert second.endswith("--checkpoint.load_step 10")
+    assert all(spec["warmup"] == 20 and spec["timed"] == 0 for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("again", "status", "equal"),
+    [
+        ([3.0, 4.0], "equal", 4),
+        ([3.0, 4.0 + 1e-9], "losses differ by up to 1e-09", 2),
+        ([1.0, 2.0], "losses differ by up to 2", 0),  # began anew
+    ],
+)
+def test_a_resumed_run_must_give_the_same_losses(
+    bench: Any, load: Any, again: list[float], status: str, equal: int
+) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2,resume,steps=4")
+    runs = [
+        ("pgraph", {"status": "ok", "ranks": [rank([1.0, 2.0, 3.0, 4.0], [])] * 2}),
+        ("pgraph", {"status": "ok", "ranks": [rank(again, [])] * 2}),
+    ]
+    row = bench.resumed(entry, runs)
+    assert (row["status"], row["losses_equal"], row["losses_compared"]) == (status, equal, 4)
+    assert row["config"].endswith("resumed after 2 steps")
+    assert load("schema").problems(row) == []
+    runs[1][1]["status"] = "trained, then: timeout"
+    assert bench.resumed(entry, runs)["status"] == "resumed: trained, then: timeout"
+
+
+def test_a_run_that_trained_too_little_is_no_resumed_one(bench: Any, load: Any) -> None:
+    (entry,) = load("titan_plans").parse("resume,steps=4")
+    found = {"status": "ok", "ranks": [rank([1.0, 2.0, 3.0, 4.0], [])]}
+    none = {"status": "ok", "ranks": [rank([3.0], [])]}
+    row = bench.resumed(entry, [("pgraph", found), ("pgraph", none)])
+    assert row["status"] == "resumed: 1 steps instead of 2"
 
 
 def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) -> None:
