@@ -169,6 +169,9 @@ def test_language_model_with_a_masked_loss_in_one_graph() -> None:
     with torch._dynamo.config.patch(TRACED):
         found = pgraph.explain(training_step(masked_loss, LanguageModel()))(*batch())
     check(found)
+    if torch.__version__ < "2.13":  # two comparisons fewer in the backward
+        assert "2 of 4 parts captured\ncaptured: device ops 41 of 58 (71 %)" in text(found)
+        return
     assert_expected_inline(
         text(found),
         """\
