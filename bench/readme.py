@@ -56,6 +56,7 @@ TITAN_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tokens_per_s", "tokens/s per GPU", ",.0f"),
     ("ms_per_step", "ms/step", ",.1f"),
     ("cpu_issue_ms", "CPU issue ms", ",.1f"),
+    ("compiled_ms", "of it in compiled code", ",.1f"),
     ("peak_allocated_mb", "peak allocated MB", ",.0f"),
     ("peak_reserved_mb", "peak reserved MB", ",.0f"),
     ("device_used_mb", "device used MB", ",.0f"),

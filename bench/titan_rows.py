@@ -33,6 +33,7 @@ def row(entry: Entry, backend: str, found: dict[str, Any], first: bool) -> dict[
         "ms_p10": times[len(times) // 10],
         "ms_p90": times[min(len(times) - 1, len(times) * 9 // 10)],
         "cpu_issue_ms": max((r["issue_ms"] for r in ranks if r["issue_ms"] is not None), default=None),
+        "compiled_ms": slowest.get("compiled_ms"),
         "compile_s": max(r["warm_s"][0] for r in ranks),
         "compile_cache": "empty at first" if first else "filled by a run before",
         "capture_s": end.get("capture_s"),

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +253,42 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     assert "torchtitan-nvidia-h200.svg" in readme.TABLES["torchtitan-chart"](data)
     assert readme.chart(data, tmp_path / readme.chart_name(data), check=False) is None
     assert (tmp_path / "torchtitan-nvidia-h200.svg").exists()
+
+
+def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pgraph's runner and what runs in it are one call; time outside is nobody's."""
+    import torch
+    from torch._inductor.output_code import CompiledFxGraph
+
+    import pgraph
+    from pgraph.observe import PlainPart
+    from pgraph.runner import GraphRunner, PartitionRunner
+
+    monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
+    for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, PlainPart):
+        monkeypatch.setattr(kind, "__call__", kind.__call__)  # put back afterwards
+    spec = importlib.util.spec_from_file_location("titan_worker", BENCH / "titan" / "worker.py")
+    assert spec is not None
+    assert spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    inside = worker.Inside("pgraph")
+    clock = iter(range(1000))
+    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y[x > 0] = 1.0  # a part that is never captured
+        return y.cos()
+
+    compiled = torch.compile(
+        cut, backend="pgraph", dynamic=False, options={"driver": "host", "codegen": "aten", "min_ops": 1}
+    )
+    for calls in range(1, 4):
+        with torch.no_grad():
+            compiled(torch.randn(8))
+        assert inside.seconds == calls, "two readings of the clock for each call, however many parts it has"
+    assert len(pgraph.report().parts) > 1
 
 
 @pytest.mark.skipif(not has_torchtitan(), reason="torchtitan is not installed")

@@ -14,8 +14,9 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,41 @@ class Recordings:
         CUDAGraphTreeManager.record_function = counted
 
 
+class Inside:
+    """Host time within compiled code: what no backend can take away from a step is the rest.
+
+    Only the outermost call counts: what pgraph runs may be Inductor's code.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.seconds = 0.0
+        self._deep = threading.local()
+        from torch._inductor.output_code import CompiledFxGraph
+
+        kinds: list[type] = [CompiledFxGraph]
+        if backend == "pgraph":
+            from pgraph.observe import PlainPart
+            from pgraph.runner import GraphRunner, PartitionRunner
+
+            kinds += [GraphRunner, PartitionRunner, PlainPart]
+        for kind in kinds:
+            kind.__call__ = self._around(kind.__call__)
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            if getattr(self._deep, "inside", False):
+                return call(*args)
+            self._deep.inside = True
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.perf_counter() - began
+                self._deep.inside = False
+
+        return timed
+
+
 def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
     """How often something was captured, recorded or launched so far."""
     found: dict[str, Any] = {"recordings": recordings.count if recordings else None}
@@ -105,7 +141,7 @@ def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
     return found
 
 
-def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
+def trainer_class(spec: dict[str, Any], recordings: Recordings | None, inside: Inside) -> type:
     """The Trainer that measures itself; made after torchtitan has been imported."""
     from titan_trainer import RecordingTrainer
 
@@ -120,6 +156,7 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
             self.warm_s: list[float] = []
             self.marks: list[Any] = []
             self.issue_ms: list[float] = []
+            self.compiled_ms: list[float] = []
             self.figures: dict[str, Any] = {}
             super().__init__(config, write)
 
@@ -143,6 +180,7 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
                 self.dev.drain()
             elif i >= warmup:
                 self.marks.append(self.dev.mark())
+            within = inside.seconds
             began = time.perf_counter()
             super().train_step(data_iterator)
             if i < warmup:
@@ -150,6 +188,7 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
                 self.warm_s.append(time.perf_counter() - began)
             elif i >= warmup + timed:
                 self.issue_ms.append((time.perf_counter() - began) * 1e3)
+                self.compiled_ms.append((inside.seconds - within) * 1e3)
             elif i == warmup + timed - 1:
                 self.marks.append(self.dev.mark())
                 self.dev.drain()
@@ -166,6 +205,7 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None) -> type:
                 "end": counters(backend, recordings),
                 "times_ms": times,
                 "issue_ms": statistics.median(trainer.issue_ms) if trainer.issue_ms else None,
+                "compiled_ms": statistics.median(trainer.compiled_ms) if any(trainer.compiled_ms) else None,
                 "warm_s": trainer.warm_s,
                 "losses": [float(x) for x in trainer.local_losses().tolist()],
             },
@@ -196,7 +236,7 @@ def main() -> None:
     import torchtitan.train
 
     recordings = Recordings() if spec["cudagraphs"] else None
-    trainer = trainer_class(spec, recordings)
+    trainer = trainer_class(spec, recordings, Inside(settings.backend))
     print("ready", flush=True)
     if not sys.stdin.readline():
         return  # the parent is gone
