@@ -98,7 +98,7 @@ def left_over(case: Case, node: int) -> st.SearchStrategy[tuple[Any, ...]]:
         st.integers(0, 2**32 - 1).map(lambda low: (LOW[0] + low, LOW[1] + low)).filter(underivable),
         st.tuples(own_ghosts(0), framework_words),
         st.tuples(framework_words, own_ghosts(1)),
-        st.tuples(framework_words, framework_words),
+        st.tuples(framework_words, framework_words).filter(lambda pair: pair[0] != pair[1]),
         framework_words.filter(lambda word: word != FRAMEWORK[0]).map(lambda word: (word, word)),
     ).map(lambda pair: ("two", *pair))
 
