@@ -339,7 +339,6 @@ def symbol_source(size: torch.SymInt) -> str | None:
     return str(name() if callable(name) else name)
 
 
-@functools.cache
 def tangents(gm: torch.fx.GraphModule) -> list[int]:
     """Positions of a backward graph's inputs that are gradients, told by name (``tangents_1``) as torch's own
     partitioner does. All positions, if it has none by that name; 2.13, and in the sources of 2.11.
@@ -349,6 +348,7 @@ def tangents(gm: torch.fx.GraphModule) -> list[int]:
     return found or list(range(len(names)))
 
 
+@functools.cache
 def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any, ...]] | None:
     """How C code reads tensors: the interface that Inductor's ahead-of-time compiled code stands on.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -227,6 +229,10 @@ def test_gradients_are_told_by_name() -> None:
     assert [names[i] for i in positions] == ["tangents_1", "tangents_2"]
     nameless = torch.fx.symbolic_trace(lambda a, b: a + b)
     assert compat.tangents(nameless) == [0, 1]
+    kept = weakref.ref(nameless)
+    del nameless
+    gc.collect()
+    assert kept() is None, "a graph that was looked at lives on"
 
 
 def test_settings_and_modes() -> None:
@@ -241,6 +247,7 @@ def test_tensor_shims() -> None:
     """C functions that read a tensor through a handle: dimensions, sizes, strides, address; and delete it."""
     shims = compat.tensor_shims()
     assert shims is not None
+    assert shims is compat.tensor_shims(), "looked up at each capture"
     handles_of, (dim, sizes, strides, data_ptr, delete) = shims
     x = torch.randn(3, 5).t()
     count = sys.getrefcount(x)
