@@ -6,7 +6,7 @@ Fixed Llamas are in `WORKLOADS`. Other names are made of parts:
   checkpointing; ``70b-fit`` and ``70b-fit-ac`` take as many layers as fit on the GPU (`fitting_layers`);
 * ``vit-b16-B``: ViT-B/16 on B images, each block checkpointed;
 * ``gpt2-B``: GPT-2 small on B sequences, gradients accumulated over four such batches;
-* ``NAME@tT`` and ``NAME@bB``: any Llama above with sequences of T tokens, with batch B, or with both, e.g.
+* ``NAME@tT``: any Llama above with sequences of T tokens; ``NAME@bB``: any of all these with batch B, e.g.
   ``16x1024@t64@b8``.
 """
 
@@ -77,11 +77,9 @@ def workload(name: str) -> Workload:
     if at and size.isdigit() and int(size):
         return dataclasses.replace(workload(base), batch=int(size))
     base, at, size = name.partition("@t")
-    if at and size.isdigit() and int(size):
-        found = workload(base)
-        return dataclasses.replace(
-            found, seq=int(size), llama=dataclasses.replace(found.llama, max_seq=int(size))
-        )
+    if at and size.isdigit() and int(size) and (found := workload(base)).family == "llama":
+        llama = dataclasses.replace(found.llama, max_seq=int(size))
+        return dataclasses.replace(found, seq=int(size), llama=llama)
     if name in WORKLOADS:
         return WORKLOADS[name]
     if found := re.fullmatch(r"70b-([1-9]\d*)(-ac)?", name):

@@ -38,7 +38,6 @@ from workers import config_name, device_bytes, last_error, prepare, start_worker
 __all__ = ["last_error", "main", "measure", "parse_args", "start_worker", "summarise"]
 
 GPU_CONFIGS = ["4x256", "16x1024", "8x4096"]
-EXPANDABLE = "expandable_segments:True"
 # Of the first repeat only, which compiles from an empty cache; later ones find its kernels.
 FIRST_ONLY = ("compile_s", "warmup_s")
 
@@ -65,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--driver", choices=["auto", "cuda", "host"], default="auto", help="pgraph's driver")
     add("--codegen", choices=["auto", "inductor", "aten"], default="auto", help="pgraph's code generator")
-    add("--expandable-segments", action="store_true", help=f"run with PYTORCH_ALLOC_CONF={EXPANDABLE}")
+    add("--expandable-segments", action="store_true", help=f"run with PYTORCH_ALLOC_CONF={schema.EXPANDABLE}")
     add(
         "--warm-cache", action="store_true", help="use the machine's Inductor cache: compile_s is no cold one"
     )
@@ -137,7 +136,7 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
     """The environment of every worker."""
     environment = dict(os.environ)
     if args.expandable_segments:
-        environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+        environment["PYTORCH_ALLOC_CONF"] = schema.EXPANDABLE
     return environment
 
 
@@ -167,7 +166,7 @@ def measure(
                     flush=True,
                 )
     identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
-    alloc = {"alloc_conf": EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
+    alloc = {"alloc_conf": schema.EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
     alloc["inductor_cache"] = (
         "the machine's" if args.warm_cache else "filled beforehand" if filled else schema.COLD_CACHE
     )

@@ -30,6 +30,7 @@ Row = dict[str, Any]
 IDENTITY = ("bench", "config", "mode", "scope", "backend", "alloc_conf", "deterministic")
 HEADER = ("gpu", "driver", "torch", "python", "commit", "date")
 DEFAULT_ALLOC_CONF = "default"
+EXPANDABLE = "expandable_segments:True"
 COLD_CACHE = "empty at first"
 
 CHOICES: dict[str, tuple[str, ...]] = {

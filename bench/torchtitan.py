@@ -35,7 +35,7 @@ import schema
 import titan_setup
 import torch
 from titan_plans import PLANS, Entry, PlanError, parse
-from titan_rows import EXPANDABLE, brief, compared, resumed, row
+from titan_rows import brief, compared, resumed, row
 
 WORKER = Path(__file__).resolve().parent / "titan" / "worker.py"
 
@@ -92,7 +92,7 @@ class Ranks:
         if backend == "reduce-overhead":
             environment["TORCHINDUCTOR_CUDAGRAPHS"] = "1"
         if entry.expandable:
-            environment["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+            environment["PYTORCH_ALLOC_CONF"] = schema.EXPANDABLE
         self.logs = [(out / f"rank{rank}.log").open("w", encoding="utf-8") for rank in range(entry.gpus)]
         self.processes = [
             subprocess.Popen(

@@ -31,7 +31,16 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
 
     def import_bench(name: str, under: str = "") -> ModuleType:
-        for module in ("_paths", "schema", "titan_plans", "titan_rows", name):
+        for module in (
+            "_paths",
+            "schema",
+            "titan_plans",
+            "titan_rows",
+            "readme_rows",
+            "readme_tables",
+            "readme_chart",
+            name,
+        ):
             known = under if under and module == name else module
             if known in sys.modules:
                 continue
@@ -70,6 +79,7 @@ def rank(losses: list[float], times: list[float], **changes: Any) -> dict[str, A
     return {
         "times_ms": times,
         "issue_ms": 3.0,
+        "compiled_ms": 1.0,
         "warm_s": [9.0, 1.0],
         "losses": losses,
         "before": counters,
@@ -136,11 +146,15 @@ def test_every_named_plan_fits_its_machine(load: Any) -> None:
 
 def test_a_row_is_that_of_the_slowest_and_the_largest_rank(bench: Any, load: Any) -> None:
     (entry,) = load("titan_plans").parse("gpus=2,batch=2,seq=100,steps=4")
-    ranks = [rank([1.0, 2.0], [10.0] * 4), rank([0.5, 0.25], [20.0] * 4, peak_reserved_mb=25.0)]
+    ranks = [
+        rank([1.0, 2.0], [10.0] * 4, issue_ms=4.0, compiled_ms=0.5),
+        rank([0.5, 0.25], [20.0] * 4, peak_reserved_mb=25.0),
+    ]
     row = bench.row(entry, "pgraph", {"status": "ok", "ranks": ranks}, first=False)
     assert row["ms_per_step"] == 20.0
     assert row["tokens_per_s"] == 2 * 100 / 0.020
     assert row["peak_reserved_mb"] == 25.0
+    assert (row["cpu_issue_ms"], row["compiled_ms"]) == (4.0, 0.5), "both of the rank that issues longest"
     assert row["losses"] == [1.5, 2.25]
     assert (row["captures_warm"], row["captures_end"]) == (4, 5)
     assert row["launches_per_step"] == 5.0
@@ -206,8 +220,8 @@ def test_the_second_run_goes_on_where_the_first_one_saved(bench: Any, load: Any,
     ("again", "status", "equal"),
     [
         ([3.0, 4.0], "equal", 4),
-        ([3.0, 4.0 + 1e-9], "losses differ by up to 1e-09", 2),
-        ([1.0, 2.0], "losses differ by up to 2", 0),  # began anew
+        ([3.0, 4.0 + 1e-9], "losses differ by up to 2e-09", 2),  # of two ranks each
+        ([1.0, 2.0], "losses differ by up to 4", 0),  # began anew
     ],
 )
 def test_a_resumed_run_must_give_the_same_losses(
@@ -223,15 +237,16 @@ def test_a_resumed_run_must_give_the_same_losses(
     assert row["config"].endswith("resumed after 2 steps")
     assert load("schema").problems(row) == []
     runs[1][1]["status"] = "trained, then: timeout"
-    assert bench.resumed(entry, runs)["status"] == "resumed: trained, then: timeout"
+    assert bench.resumed(entry, runs)["status"] == "pgraph: trained, then: timeout"
 
 
-def test_a_run_that_trained_too_little_is_no_resumed_one(bench: Any, load: Any) -> None:
+@pytest.mark.parametrize("losses", [[], [3.0], [2.0, 3.0, 4.0]])
+def test_a_run_of_other_steps_is_no_resumed_one(bench: Any, load: Any, losses: list[float]) -> None:
     (entry,) = load("titan_plans").parse("resume,steps=4")
     found = {"status": "ok", "ranks": [rank([1.0, 2.0, 3.0, 4.0], [])]}
-    none = {"status": "ok", "ranks": [rank([3.0], [])]}
-    row = bench.resumed(entry, [("pgraph", found), ("pgraph", none)])
-    assert row["status"] == "resumed: 1 steps instead of 2"
+    other = {"status": "ok", "ranks": [rank(losses, [])]}
+    row = bench.resumed(entry, [("pgraph", found), ("pgraph", other)])
+    assert row["status"] == f"pgraph: resumed, it trained {len(losses)} steps instead of 2"
 
 
 def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) -> None:
@@ -247,6 +262,9 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     text = readme.TABLES["torchtitan"](data)
     assert "inductor, CUDA graph trees" in text
     assert "4 + 1" in text
+    assert "of it in compiled code" in text
+    older = [{**row, "compiled_ms": None} for row in data["rows"]]
+    assert "in compiled code" not in readme.TABLES["torchtitan"]({**data, "rows": older})
     assert "reduce-overhead: timeout" in text
     assert readme.TABLES["torchtitan-expandable"](data) == ""
     assert readme.TABLES["chart"](data) == ""

@@ -1,0 +1,112 @@
+"""The README's charts: time and memory relative to Inductor, one picture for each result file.
+
+Not a program: `readme.py` imports it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from readme_rows import BACKENDS, File, Row, inductor_of, is_expandable, ordered, place, together
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {
+    "eager": "#9a9a9a",
+    "aot_eager": "#c4c4c4",
+    "inductor": "#4c72b0",
+    "reduce-overhead": "#dd8452",
+    "pgraph": "#55a868",
+}
+
+
+def panels_of(data: File) -> list[tuple[str, list[tuple[str, dict[str, float]]]]]:
+    """(title, figures relative to Inductor) of each panel of a machine's chart; empty: no chart."""
+    rows = charted(data)
+    return [
+        (title, groups)
+        for key, title in (("ms_per_step", "ms per step"), ("peak_reserved_mb", "peak reserved memory"))
+        if (groups := relative(rows, key))
+    ]
+
+
+def charted(data: File) -> list[Row]:
+    """The rows that a machine's chart shows."""
+    return [
+        r
+        for r in data["rows"]
+        if r["bench"] in ("memory", "torchtitan")
+        and r["mode"] == "train"
+        and r["status"] == "ok"
+        and not is_expandable(r)
+    ]
+
+
+def relative(rows: Sequence[Row], key: str) -> list[tuple[str, dict[str, float]]]:
+    """For each config and scope the backends' `key` over Inductor's of the same run; the rest is left out."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in ordered([r for r in rows if r.get(key)]):
+        inductor = inductor_of(row, rows)
+        if inductor is None or not together(row, inductor):
+            continue
+        groups.setdefault(place(row).replace(", ", "\n"), {})[row["backend"]] = row[key]
+    return [
+        (label, {name: value / found["inductor"] for name, value in found.items()})
+        for label, found in groups.items()
+        if "inductor" in found
+    ]
+
+
+def chart_name(data: File) -> str:
+    """The file of a machine's chart; each result file has one."""
+    bench = "torchtitan" if any(row["bench"].startswith("torchtitan") for row in data["rows"]) else "memory"
+    return f"{bench}-{data['gpu']}.svg"
+
+
+def chart_link(data: File, bench: str) -> str:
+    """The picture of one machine, as the README shows it; empty if it has none."""
+    if not panels_of(data) or not chart_name(data).startswith(bench):
+        return ""
+    return f"![{data['gpu']}: time and memory relative to Inductor](bench/results/{chart_name(data)})\n"
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """A short mark of the figures that a chart shows; written into it, so that a stale one is known."""
+    keys = ("config", "scope", "backend", "ms_per_step", "peak_reserved_mb")
+    return hashlib.sha256(repr([[row.get(key) for key in keys] for row in rows]).encode()).hexdigest()[:16]
+
+
+def chart(data: File, path: Path, check: bool) -> str | None:
+    """Draw time and memory relative to Inductor; with `check` only say what is wrong with the chart there."""
+    panels = panels_of(data)
+    if not panels:
+        return None
+    mark = f"figures {digest(charted(data))}"
+    if check:
+        return None if path.exists() and mark in path.read_text(encoding="utf-8") else f"{path.name} is stale"
+    # A fixed salt and no date: the same figures give the same file.
+    with plt.rc_context({"svg.hashsalt": "pgraph", "font.size": 9}):
+        fig, axes = plt.subplots(len(panels), 1, figsize=(9, 2.7 * len(panels) + 0.4), squeeze=False)
+        for axis, (title, groups) in zip(axes[:, 0], panels, strict=True):
+            backends = [name for name in BACKENDS if any(name in values for _, values in groups)]
+            width = 0.8 / len(backends)
+            for index, name in enumerate(backends):
+                places = [i + (index - (len(backends) - 1) / 2) * width for i in range(len(groups))]
+                heights = [values.get(name, 0.0) for _, values in groups]
+                bars = axis.bar(places, heights, width, label=name, color=COLOURS[name])
+                axis.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
+            axis.axhline(1.0, color="black", linewidth=0.6)
+            axis.set_xticks(range(len(groups)), [label for label, _ in groups])
+            axis.set_title(f"{title}, relative to Inductor (lower is better)", fontsize=9)
+            axis.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="upper right", ncols=len(labels), frameon=False, fontsize=8)
+        fig.suptitle(data["gpu"], fontsize=10, x=0.02, ha="left")
+        fig.tight_layout(rect=(0, 0, 1, 0.97))
+        fig.savefig(path, metadata={"Date": None, "Description": mark})
+        plt.close(fig)
+    return None
