@@ -26,6 +26,7 @@ from torch._inductor.utils import BoxedBool
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
+    "WRAPPED_MUTATIONS",
     "assert_size_stride",
     "boxed",
     "boxed_module",
@@ -84,8 +85,8 @@ def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 # C++ around the kernels would allocate, and read, where no capture can put ghosts.
 _INNER_CONFIG = {"graph_partition": False, "triton.cudagraphs": False, "cpp_wrapper": False}
 
-
-_WRAPPED_MUTATIONS = (
+# A custom op with mutable arguments appears wrapped in one of these; what runs is the wrapped op.
+WRAPPED_MUTATIONS = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
 )
@@ -140,7 +141,7 @@ def unwrap_mutations(gm: torch.fx.GraphModule) -> None:
 
     Tracing wraps them into a higher-order op, which Inductor takes apart in the same way.
     """
-    if any(node.target in _WRAPPED_MUTATIONS for node in gm.graph.nodes):
+    if any(node.target in WRAPPED_MUTATIONS for node in gm.graph.nodes):
         decompose_auto_functionalized(gm.graph)
         gm.recompile()
 

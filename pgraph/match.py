@@ -37,7 +37,7 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
 
 A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
-Cost: O(words * log(regions)).
+Cost: O(words * log(regions)), and O(regions) for a left-over word that looks like a ghost.
 """
 
 from __future__ import annotations
@@ -145,11 +145,14 @@ def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
 class _Word(NamedTuple):
     """Eight bytes of a node's parameters, and what is known of them (Note [Left-over addresses])."""
 
-    where: str
+    record: NodeRecord
     node: int
     offset: int
     own: bool  # of an op of PyTorch's own
     loose: bool  # and within a struct, so that it may be padding
+
+    def __str__(self) -> str:
+        return f"word {self.offset} of node {self.node} ({self.record.kind} {self.record.name})"
 
 
 class _Matcher:
@@ -166,15 +169,11 @@ class _Matcher:
         words = len(node_a.params) // 8
         values_a = struct.unpack_from(f"={words}Q", node_a.params)
         values_b = struct.unpack_from(f"={words}Q", node_b.params)
+        own = index in self._own
+        structs = node_a.structs if own else ()
         slots = []
         for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
-            word = _Word(
-                f"word {w * 8} of node {index} ({node_a.kind} {node_a.name})",
-                index,
-                w * 8,
-                own=index in self._own,
-                loose=index in self._own and any(lo <= w * 8 < hi for lo, hi in node_a.structs),
-            )
+            word = _Word(node_a, index, w * 8, own, any(low <= w * 8 < high for low, high in structs))
             if va == vb:
                 self._constant(word, va)
             elif (slot := self._moving(word, va, vb)) is not None:
@@ -182,13 +181,13 @@ class _Matcher:
         return slots
 
     def _constant(self, word: _Word, value: int) -> None:
-        found = self._framework.find(value) if self._framework is not None else None
+        found = self._in_framework(value)
         if found is None or (word.loose and found[1]):
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return
         raise _refuse(
-            "hidden-pointer", f"{word.where} points to device memory that is not an argument ({value:#x})"
+            "hidden-pointer", f"{word} points to device memory that is not an argument ({value:#x})"
         )
 
     def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
@@ -197,10 +196,10 @@ class _Matcher:
             return self._ghosts(word, va, vb)
         # A pointer is one in both captures: an address on one side only is left in padding.
         known = word.loose if ghost_a or ghost_b else word.own
-        if not known and (ghost_a or self._foreign(va)) and (ghost_b or self._foreign(vb)):
+        if not known and (ghost_a or self._in_framework(va)) and (ghost_b or self._in_framework(vb)):
             raise _refuse(
                 "ambiguous-word",
-                f"{word.where} points to device memory and moved between captures ({va:#x}, {vb:#x})",
+                f"{word} points to device memory and moved between captures ({va:#x}, {vb:#x})",
             )
         return None
 
@@ -215,7 +214,7 @@ class _Matcher:
         if word.loose and not self._derived(word.node, va, vb):
             return None
         what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
-        raise _refuse("ambiguous-word", f"{word.where} is {what[0]} in one capture and {what[1]} in another")
+        raise _refuse("ambiguous-word", f"{word} is {what[0]} in one capture and {what[1]} in another")
 
     def _derived(self, node: int, va: int, vb: int) -> bool:
         """Whether the two words lie as far from some range that is alive, however far."""
@@ -225,8 +224,8 @@ class _Matcher:
             if not (self._dead(self._a, (i, 0), node) and self._dead(self._b, (i, 0), node))
         )
 
-    def _foreign(self, value: int) -> bool:
-        return self._framework is not None and self._framework.find(value) is not None
+    def _in_framework(self, value: int) -> tuple[int, int] | None:
+        return self._framework.find(value) if self._framework is not None else None
 
     @staticmethod
     def _dead(recording: Recording, hit: tuple[int, int] | None, node: int) -> bool:

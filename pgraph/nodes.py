@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from pgraph.compat import WRAPPED_MUTATIONS
 from pgraph.reasons import Reason
 
 __all__ = [
@@ -40,9 +41,6 @@ __all__ = [
     "user_line",
     "why",
 ]
-
-# A custom op with mutable arguments appears wrapped in one of these; what runs is the wrapped op.
-_FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")
 
 # Views: a new size, stride and offset over the same storage, no kernel. An allow-list, because the
 # schema's alias annotation also covers ops that sometimes copy (reshape, contiguous, to).
@@ -117,7 +115,7 @@ def is_getitem(node: Node) -> bool:
 def op_of(node: Node) -> Any:
     """The op that runs: the node's target, or the op inside an ``auto_functionalized`` wrapper."""
     target = node.target
-    if isinstance(target, HigherOrderOperator) and target.name() in _FUNCTIONALIZED and node.args:
+    if target in WRAPPED_MUTATIONS and node.args:
         return node.args[0]
     return target
 
@@ -134,14 +132,14 @@ def op_name(op: Any) -> str:
     return str(getattr(op, "__name__", None) or op)
 
 
-def is_foreign(op: Any) -> bool:
-    """Whether the op is somebody else's than PyTorch's: a custom op, whose code nobody here knows."""
-    return isinstance(op, OpOverload) and op.namespace not in _OWN_NAMESPACES
-
-
 def is_own(op: Any) -> bool:
     """Whether the op is PyTorch's own, written by hand: its sources tell what it does."""
     return isinstance(op, OpOverload) and op.namespace in _OWN_NAMESPACES
+
+
+def is_foreign(op: Any) -> bool:
+    """Whether the op is somebody else's than PyTorch's: a custom op, whose code nobody here knows."""
+    return isinstance(op, OpOverload) and not is_own(op)
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -103,13 +103,26 @@ def test_without_handles_in_place_torch_makes_them(layout: str, monkeypatch: pyt
     offset, table = compat.tensor_layout()
     found = {"unknown": (0, 0), "of another class": (offset, table + 8), "a place with nothing": (32, table)}
     reference = by_path(CASE, False)
+    shims = compat.tensor_shims()
+    assert shims is not None
+    handles_of, functions = shims
+    asked: list[int] = []
+
+    def counted(tensors: list[torch.Tensor]) -> list[Any]:
+        asked.append(len(tensors))
+        return handles_of(tensors)
+
+    monkeypatch.setattr(compat, "tensor_shims", lambda: (counted, functions))
+    assert by_path(CASE, True) == reference
+    assert not asked, "where the place is known nobody asks"
     monkeypatch.setattr(compat, "tensor_layout", lambda: found[layout])
     assert by_path(CASE, True) == reference
+    assert asked == [len(CASE["inputs"])] * 2, "once for each launch"
 
 
 @pytest.mark.parametrize("layout", ["known", "unknown"])
 @pytest.mark.parametrize("kind", ["parameter", "subclass", "number"])
-def test_only_tensors_with_memory_are_read(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tensors_are_read_in_place(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(torch.Tensor):
         pass
 

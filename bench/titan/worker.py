@@ -92,7 +92,7 @@ class Recordings:
 
 
 class Inside:
-    """Host time within compiled code: what no backend can take away from a step is the rest.
+    """Host time within compiled code; no graph can save the rest (FSDP2, autograd, clipping, optimizer).
 
     Only the outermost call counts: what pgraph runs may be Inductor's code.
     """
