@@ -140,14 +140,14 @@ PLANS: dict[str, tuple[Entry, ...]] = {
         Entry(flavor="8B", layers=24, expandable=True, backends=_TWO, **_BIG),
     ),
     "gpu2": (
-        Entry(gpus=2, batch=8),
-        Entry(gpus=2, batch=1),
+        Entry(gpus=2, batch=8, steps=50),
+        Entry(gpus=2, batch=1, steps=50),
         Entry(gpus=2, flavor="70B", layers=12, backends=_THREE, **_BIG),
         Entry(gpus=2, flavor="8B", layers=32, backends=_THREE, **_BIG),
         Entry(gpus=2, batch=8, compare=True, deterministic=True, steps=200, backends=_TWO),
         Entry(gpus=2, flavor="70B", layers=12, expandable=True, backends=_TWO, **_BIG),
-        Entry(gpus=2, batch=8, expandable=True, backends=_TWO),
-        Entry(gpus=2, batch=1, expandable=True, backends=_TWO),
+        Entry(gpus=2, batch=8, steps=50, expandable=True, backends=_THREE),
+        Entry(gpus=2, batch=1, steps=50, expandable=True, backends=_THREE),
         Entry(gpus=2, flavor="8B", layers=32, expandable=True, backends=_TWO, **_BIG),
     ),
     "gpu2-checks": (
