@@ -10,7 +10,8 @@ allocator reserves, private pools of CUDA graphs included; the driver's own memo
 so pgraph's (which it counts) is added, and reduce-overhead's is not. Only fitting is judged, no time: trials
 run side by side, each under its own cap, and share one compile cache.
 
-A row per backend goes to ``bench/results/largest-batch-<gpu>.json``.
+A row per backend goes to ``bench/results/largest-batch-<gpu>.json``; it says of every batch that was tried
+what it took, or why it did not fit.
 """
 
 from __future__ import annotations
@@ -91,25 +92,38 @@ def largest(fits: Callable[[Sequence[int]], list[bool]], low: int, high: int, wa
     return low
 
 
-def verdict(figures: Figures, cap_mb: float) -> bool:
-    """Whether a trial fitted.
+def why_not(figures: Figures, cap_mb: float) -> str | None:
+    """Why a trial did not fit; None if it did.
 
     Raises:
         SearchError: it failed for another reason than memory.
     """
     if figures["status"] != "ok":
         if any(sign in figures["status"] for sign in OUT_OF_MEMORY):
-            return False
+            return str(figures["status"])
         raise SearchError(figures["status"])
+    reserved, graphs = figures["peak_reserved_mb"], figures.get("exec_mb", 0.0)
+    if reserved is None or reserved + graphs <= cap_mb:
+        return None
+    return f"{reserved:,.0f} MB reserved and {graphs:,.0f} MB of graphs"
+
+
+def taken(figures: Figures) -> str:
+    """What a trial that fitted took, in words; nothing for a CPU, which does not say."""
     reserved = figures["peak_reserved_mb"]
-    return reserved is None or reserved + figures.get("exec_mb", 0.0) <= cap_mb
+    return "" if reserved is None else f", {reserved:,.0f} MB reserved"
+
+
+def in_order(tried: dict[int, str]) -> dict[str, str]:
+    """What was tried, by batch, as a JSON file holds it."""
+    return {str(batch): tried[batch] for batch in sorted(tried)}
 
 
 def search(args: argparse.Namespace, backend: str, cache: Path) -> dict[str, Any]:
     """One backend's row."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     fitted: dict[int, Figures] = {}
-    tried: list[int] = []
+    tried: dict[int, str] = {}
 
     def trial(batch: int) -> bool:
         spec = {
@@ -125,23 +139,27 @@ def search(args: argparse.Namespace, backend: str, cache: Path) -> dict[str, Any
         }
         began = time.perf_counter()
         figures = start_worker(spec, environment, args.timeout)
-        tried.append(batch)
         try:
-            fit = verdict(figures, args.cap_mb)
+            problem = why_not(figures, args.cap_mb)
         except SearchError as error:
+            tried[batch] = str(error)
             raise SearchError(f"{spec['config']} by {backend}: {error}") from error
-        if fit:
+        if problem is None:
             fitted[batch] = figures
+        tried[batch] = problem or "fits" + taken(figures)
         seconds = time.perf_counter() - began
-        print(f"{backend} batch {batch}: {'fits' if fit else 'does not fit'} ({seconds:.0f} s)", flush=True)
-        return fit
+        print(f"{backend} batch {batch}: {tried[batch]} ({seconds:.0f} s)", flush=True)
+        return problem is None
 
     with concurrent.futures.ThreadPoolExecutor(args.ways) as pool:
         try:
             best = largest(lambda sizes: list(pool.map(trial, sizes)), args.low, args.high, args.ways)
         except SearchError as error:
-            return {"backend": backend, "status": str(error), "trials": len(tried)}
+            return {"backend": backend, "status": str(error), "trials": len(tried), "tried": in_order(tried)}
     figures = {**fitted.get(best, {}), "largest_batch": best, "trials": len(tried), "status": "ok"}
+    figures["tried"] = in_order(tried)
+    if not best:
+        figures["status"] = f"batch {args.low} does not fit: lower --low"
     if best == args.high - 1:
         figures["status"] = f"batch {best} still fits: raise --high"
     return {"backend": backend, **figures}

@@ -10,7 +10,7 @@
 Each backend runs in a process of its own; the processes of one config take turns (all backends once, then
 all again), so that a drift of the machine's clock meets each of them. Figures are medians over the repeats;
 ``ms_p10``/``ms_p90`` are the spread over the steps, ``ms_min``/``ms_max`` that over the repeats. Results go
-to ``bench/results/memory-<gpu>.json`` after every config, so a stopped run keeps what it has.
+to ``bench/results/memory-<gpu>.json`` whenever each backend has had its turn, so a stopped run keeps that.
 
 Compiling takes most of a short run. ``--parallel-warm N`` first compiles everything into one cache, N
 processes at a time, and times nothing meanwhile; the measured processes then find it there.
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,17 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
 
 def measure(
     args: argparse.Namespace, config: str, mode: str, scope: str, filled: Path | None = None
-) -> list[dict[str, Any]]:
-    """Rows of all backends for one config, their processes taking turns.
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of all backends for one config, whose processes take turns; anew after each round.
 
     Args:
         filled: a compile cache that has been filled beforehand, for all backends.
     """
+    identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
+    alloc = {"alloc_conf": schema.EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
+    alloc["inductor_cache"] = (
+        "the machine's" if args.warm_cache else "filled beforehand" if filled else schema.COLD_CACHE
+    )
     runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in args.backends}
     with tempfile.TemporaryDirectory(prefix="pgraph-bench-") as cache:
         for repeat in range(args.repeats):
@@ -165,12 +170,7 @@ def measure(
                     f"({time.perf_counter() - began:.0f} s)",
                     flush=True,
                 )
-    identity = {"bench": "memory", "config": config, "mode": mode, "scope": scope}
-    alloc = {"alloc_conf": schema.EXPANDABLE if args.expandable_segments else schema.DEFAULT_ALLOC_CONF}
-    alloc["inductor_cache"] = (
-        "the machine's" if args.warm_cache else "filled beforehand" if filled else schema.COLD_CACHE
-    )
-    return [{**identity, "backend": name, **alloc, **summarise(found)} for name, found in runs.items()]
+            yield [{**identity, "backend": name, **alloc, **summarise(found)} for name, found in runs.items()]
 
 
 def brief(figures: dict[str, Any]) -> str:
@@ -217,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 environment["TORCHINDUCTOR_CACHE_DIR"] = cache
             prepare(specs, environment, args.timeout, args.parallel_warm, memory, tell)
         for config, mode, scope in combos:
-            schema.write(path, measure(args, config, mode, scope, filled), header)
+            for rows in measure(args, config, mode, scope, filled):
+                schema.write(path, rows, header)
     print(f"wrote {path}")
     return path
 

@@ -227,12 +227,12 @@ def test_the_search_finds_the_largest_size(bench: Any, ways: int, best: int) -> 
 def test_a_trial_fits_with_its_graphs_or_not(bench: Any) -> None:
     search = bench("largest_batch")
     ok = {"status": "ok", "peak_reserved_mb": 98.0}
-    assert search.verdict(ok, 100.0)
-    assert not search.verdict({**ok, "exec_mb": 4.0}, 100.0)
+    assert search.why_not(ok, 100.0) is None
+    assert search.why_not({**ok, "exec_mb": 4.0}, 100.0) == "98 MB reserved and 4 MB of graphs"
     full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
-    assert not search.verdict({"status": full}, 100.0)
+    assert search.why_not({"status": full}, 100.0) == full
     with pytest.raises(search.SearchError, match="ValueError: no"):
-        search.verdict({"status": "ValueError: no"}, 100.0)
+        search.why_not({"status": "ValueError: no"}, 100.0)
 
 
 def test_the_search_writes_rows_of_the_schema(
@@ -255,6 +255,9 @@ def test_the_search_writes_rows_of_the_schema(
     eager, pgraph = schema.read(path)["rows"]
     assert eager["status"] == "cpu-tiny@b8 by eager: RuntimeError: odd"
     assert (pgraph["status"], pgraph["largest_batch"], pgraph["peak_reserved_mb"]) == ("ok", 11, 110.0)
+    assert list(pgraph["tried"]) == ["1", "8", "10", "11", "12"]
+    assert pgraph["tried"]["11"] == "fits, 110 MB reserved"
+    assert pgraph["tried"]["12"] == "torch.OutOfMemoryError: CUDA out of memory."
     text = readme.batch_table(schema.read(path))
     assert [c.strip() for c in text.splitlines()[-1].split("|")[1:6]] == [
         "cpu-tiny, per block",
@@ -263,6 +266,41 @@ def test_the_search_writes_rows_of_the_schema(
         "11",
         "110",
     ]
+
+
+def test_a_search_that_began_too_high_says_so(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    search, schema = bench("largest_batch"), bench("schema")
+    full = {"status": "torch.OutOfMemoryError: CUDA out of memory."}
+    monkeypatch.setattr(search, "start_worker", lambda *args: full)
+    arguments = ["--config", "cpu-tiny", "--backends", "pgraph", "--low", "24", "--device", "cpu"]
+    (row,) = schema.read(search.main([*arguments, "--out", str(tmp_path)]))["rows"]
+    assert row["largest_batch"] == 0
+    assert row["status"] == "batch 24 does not fit: lower --low"
+
+
+def test_a_stopped_measurement_keeps_its_whole_rounds(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The third process of each backend never ends; two of each are in the file."""
+    memory, schema = bench("memory"), bench("schema")
+    started: list[str] = []
+
+    def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
+        started.append(spec["backend"])
+        if len(started) > 5:
+            raise KeyboardInterrupt
+        figures = dict.fromkeys(schema.FIGURES["memory"], 1.0)
+        return {"status": "ok", **figures, "ms_per_step": float(len(started)), "final_loss": 1.0}
+
+    monkeypatch.setattr(memory, "start_worker", worker)
+    arguments = ["--configs", "cpu-tiny", "--scopes", "block", "--backends", "eager", "pgraph"]
+    with pytest.raises(KeyboardInterrupt):
+        memory.main([*arguments, "--repeats", "3", "--device", "cpu", "--out", str(tmp_path)])
+    eager, pgraph = schema.read(tmp_path / "memory-cpu.json")["rows"]
+    assert (eager["repeats"], eager["ms_min"], eager["ms_max"]) == (2, 1.0, 3.0)
+    assert (pgraph["repeats"], pgraph["ms_min"], pgraph["ms_max"]) == (2, 2.0, 4.0)
 
 
 def test_what_is_prepared_is_compiled_once_and_never_eager(

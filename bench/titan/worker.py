@@ -10,8 +10,10 @@ with the device drained before each.
 from __future__ import annotations
 
 import collections
+import faulthandler
 import json
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -224,6 +226,8 @@ def save(spec: dict[str, Any], figures: dict[str, Any]) -> None:
 
 def main() -> None:
     """Import, wait, train, write."""
+    # `titan_ranks.py` asks for the stacks of a rank that it is about to end.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     spec = json.loads(sys.argv[1])
     cache = Path(spec["cache"])
     titan_setup.environment(cache)
