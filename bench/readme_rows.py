@@ -20,12 +20,13 @@ _RUN = (*_MEASUREMENT, "commit", "date")
 
 def place(row: Row) -> str:
     """What was compiled, in words: ``"4x256, per block"``."""
-    if row["bench"].startswith("torchtitan"):
-        return str(row["config"])
-    scope = "per block" if row["scope"] == "block" else "whole model"
     more = ", deterministic" if row.get("deterministic") else ""
-    if row["bench"] == "equality" and is_expandable(row):  # memory has a table of its own for these
+    # Times and sizes with expandable segments have tables of their own.
+    if row["bench"] in ("equality", "torchtitan-losses") and is_expandable(row):
         more += ", expandable segments"
+    if row["bench"].startswith("torchtitan"):
+        return f"{row['config']}{more}"
+    scope = "per block" if row["scope"] == "block" else "whole model"
     return f"{row['config']}, {scope}{more}"
 
 

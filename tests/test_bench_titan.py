@@ -271,11 +271,29 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     older = [{**row, "compiled_ms": None} for row in data["rows"]]
     assert "in compiled code" not in readme.TABLES["torchtitan"]({**data, "rows": older})
     assert "reduce-overhead: timeout" in text
+    mine = next(line for line in text.splitlines() if "pgraph" in line)
+    assert [c.strip() for c in mine.split("|")[-5:-2]] == ["2.00 x", "1.000 / 1.000 / 1.000", "yes"]
+    apart = [{**row, "commit": row["backend"]} for row in data["rows"]]
+    assert " x |" not in readme.TABLES["torchtitan"]({**data, "rows": apart}), "times of two runs"
     assert readme.TABLES["torchtitan-expandable"](data) == ""
     assert readme.TABLES["chart"](data) == ""
     assert "torchtitan-nvidia-h200.svg" in readme.TABLES["torchtitan-chart"](data)
     assert readme.chart(data, tmp_path / readme.chart_name(data), check=False) is None
     assert (tmp_path / "torchtitan-nvidia-h200.svg").exists()
+
+
+def test_a_comparison_says_how_it_was_run(bench: Any, load: Any, tmp_path: Path) -> None:
+    plans, schema, readme = load("titan_plans"), load("schema"), load("readme")
+    rows = []
+    for text in ("compare,deterministic,steps=1", "compare,deterministic,steps=1,expandable"):
+        (entry,) = plans.parse(text)
+        runs = [(name, {"status": "ok", "ranks": [rank([1.0], [])]}) for name in entry.backends]
+        rows.append(bench.compared(entry, runs))
+    path = schema.write(tmp_path / "torchtitan-nvidia-h200.json", rows, HEADER | {"date": "2026-01-02"})
+    text = readme.TABLES["torchtitan-losses"](schema.read(path))
+    places = [line.split("|")[1].strip() for line in text.splitlines()[-2:]]
+    assert places[0].endswith("1 GPU, deterministic")
+    assert places[1].endswith("1 GPU, deterministic, expandable segments")
 
 
 def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
