@@ -20,11 +20,7 @@ from distributed_program import LAYERS, SCENARIOS, STEPS
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 RANKS = 2
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="seen working on Linux only"),
-    # One worker runs them all: the ranks run once.
-    pytest.mark.xdist_group("fsdp"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seen working on Linux only")
 
 
 @pytest.fixture(scope="module")

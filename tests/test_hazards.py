@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -245,10 +246,11 @@ def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pyt
     """Each input is a region of its own, whatever it shared when it was captured."""
     Canaries(monkeypatch)
     real = capture._Recorder.alias
-    shared: dict[Any, tuple[int, int]] = {}
+    # By capture: not by the id of its recorder, which the second capture's may have again.
+    captures: weakref.WeakKeyDictionary[Any, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
     def by_storage(self: Any, tensor: Tensor, alignment: int) -> Tensor:
-        key = (id(self), tensor.untyped_storage().data_ptr())
+        shared, key = captures.setdefault(self, {}), tensor.untyped_storage().data_ptr()
         if key not in shared:
             ghost = real(self, tensor, alignment)
             shared[key] = (ghost.data_ptr(), tensor.data_ptr())
