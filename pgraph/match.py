@@ -34,6 +34,8 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
 * Between calls they keep no device memory, save what is dropped before a capture (workspaces of cuBLAS) or
   refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a buffer, a kernel
   would get the address at which it begins: such a word is refused, one that points inside a block is not.
+  The kernels that leave most of their tables unfilled take no such buffer (`OPERAND_KERNELS` there); they are
+  not refused, for the framework's memory often begins where the lower half of an address is zero.
 
 A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
@@ -43,17 +45,21 @@ Cost: O(words * log(regions)), and O(regions) for a left-over word that looks li
 from __future__ import annotations
 
 import bisect
+import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import MatchError
+from pgraph.optable import OPERAND_KERNELS
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
 
 __all__ = ["RangeMap", "match"]
 
 _PLAIN = (int, float, bool, str, complex)
+# As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
+_OPERAND_KERNEL = re.compile(rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I")
 _RERUN = (
     "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
 )
@@ -182,7 +188,7 @@ class _Matcher:
 
     def _constant(self, word: _Word, value: int) -> None:
         found = self._in_framework(value)
-        if found is None or (word.loose and found[1]):
+        if found is None or (word.loose and (found[1] or _OPERAND_KERNEL.match(word.record.name))):
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return

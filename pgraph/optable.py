@@ -198,3 +198,19 @@ DRAWS_NOTHING: Final = MappingProxyType(
 )
 
 OPAQUE_TYPES: Final = frozenset({"FakeScriptObject", "FakeOpaqueObject"})
+
+# PyTorch's kernels whose tables of fixed size are filled as far as the op has operands. They are given
+# pointers to those operands and to what is allocated for the call, and to nothing else: no random
+# generator's state, no buffer that outlives the call. Names as in `at::native`, templates all.
+OPERAND_KERNELS: Final = (
+    "elementwise_kernel",
+    "unrolled_elementwise_kernel",
+    "vectorized_elementwise_kernel",
+    "index_elementwise_kernel",
+    "reduce_kernel",
+    "CatArrayBatchedCopy",
+    "CatArrayBatchedCopy_contig",
+    "CatArrayBatchedCopy_aligned16_contig",
+    "CatArrayBatchedCopy_vectorized",
+    "multi_tensor_apply_kernel",
+)

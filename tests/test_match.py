@@ -169,6 +169,35 @@ def test_words_of_a_struct_may_be_padding(word_a: int, word_b: int, left_over: b
             match(loose(a, **change), loose(b, **change), framework=outside())
 
 
+BROADCAST = "_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_implINS0_10AddFunctorEEEvRT_"
+
+
+@pytest.mark.parametrize(
+    ("name", "left_over"),
+    [
+        (BROADCAST, True),
+        ("_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfEEEEvT1_", True),
+        ("_ZN2at6native12_GLOBAL__N_119CatArrayBatchedCopyINS1_10OpaqueTypeILj4EEEEEvPT_", True),
+        ("_ZN2at6native40_GLOBAL__N__7c47464f_8_Shape_cu_49f7391c26CatArrayBatchedCopy_contigIfEEvPT_", True),
+        # A random generator's state is no operand.
+        ("_ZN2at6native43distribution_elementwise_grid_stride_kernelIfLi4EEEvlNS_15PhiloxCudaStateE", False),
+        ("_ZN5other18elementwise_kernelIfEEvT_", False),
+        ("elementwise_kernel", False),
+    ],
+)
+def test_where_a_block_begins_some_kernels_point_for_operands_only(name: str, left_over: bool) -> None:
+    """The lower half is zero there as in an unused field, beside half of an address of the host's."""
+    a, b = (
+        dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], name=name),))
+        for r in pair((3, FRAMEWORK), (3, FRAMEWORK))
+    )
+    if left_over:
+        assert match(loose(a), loose(b), framework=outside()) == ()
+    for change in ({"own": False}, {"until": 8}) if left_over else ({},):
+        with pytest.raises(MatchError, match=r"hidden-pointer.*word 8 of node 0"):
+            match(loose(a, **change), loose(b, **change), framework=outside())
+
+
 def test_slots_are_found_among_padding() -> None:
     """A pointer in a struct is one as anywhere."""
     a, b = pair((A + 0x1010, A + 0x8000), (B + 0x1010, B + 0x8200))
