@@ -1,9 +1,11 @@
-"""Two ranks of a small Llama over gloo: what `test_fsdp.py` starts. Not a test by itself.
+"""Two ranks of a small Llama: what `support_ranks.py` starts. Not a test by itself.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python tests/distributed_program.py OUT SCENARIO...
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... \\
+        python tests/distributed_program.py OUT PLACE SCENARIO...
 
-Each scenario trains with pgraph's host driver, from the same weights and on the same tokens as a reference,
-and each rank writes what both did to ``OUT/SCENARIO-RANK.json``.
+The place is ``cpu`` (gloo, pgraph's host driver) or ``cuda`` (NCCL, a GPU for each rank). Each scenario
+trains with pgraph, from the same weights and on the same tokens as a reference, and each rank writes what
+both did to ``OUT/SCENARIO-RANK.json``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -47,7 +50,29 @@ from pgraph.backend import backend as pgraph_backend
 LAYERS = 3
 STEPS = 4
 CONFIG = LlamaConfig(vocab=64, dim=32, layers=LAYERS, heads=4, kv_heads=2, max_seq=16)
-HOST = {"driver": "host", "codegen": "aten", "min_ops": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the ranks train.
+
+    Args:
+        device: of the model.
+        group: the process group's backend.
+        reference: the backend whose code pgraph runs, too.
+        options: pgraph's.
+    """
+
+    device: str
+    group: str
+    reference: str
+    options: dict[str, Any]
+
+
+PLACES = {
+    "cpu": Place("cpu", "gloo", "aot_eager", {"driver": "host", "codegen": "aten", "min_ops": 1}),
+    "cuda": Place("cuda", "nccl", "inductor", {"min_ops": 1}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +119,7 @@ def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     saved = op in (
         torch.ops.aten.mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
     )
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -129,12 +155,12 @@ def tensor_parallel(block: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(block, mesh, plan)
 
 
-def build(scenario: Scenario, backend: Any, options: dict[str, Any] | None) -> nn.Module:
+def build(scenario: Scenario, device: str, backend: Any, options: dict[str, Any] | None) -> nn.Module:
     """The model, in torchtitan's order: TP, AC, compile per block, FSDP or DDP."""
     torch.manual_seed(0)
-    model: nn.Module = Llama(CONFIG)
+    model: nn.Module = Llama(CONFIG).to(device)
     shape = (1, 2) if scenario.parallel.startswith("tp") else (2, 1)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
     if scenario.parallel.startswith("tp"):
         outer = {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -172,7 +198,8 @@ def build(scenario: Scenario, backend: Any, options: dict[str, Any] | None) -> n
 class Shaker:
     """Makes parameters move: every call of a block is preceded by allocations that stay for a while."""
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks: nn.ModuleList, device: str) -> None:
+        self.device = device
         self.random = random.Random(dist.get_rank())
         self.held: list[Tensor] = []
         self.seen: set[int] = set()
@@ -183,7 +210,8 @@ class Shaker:
 
     def shake(self, module: nn.Module, args: Any) -> None:
         sizes = [p.numel() for p in module.parameters()]
-        self.held += [torch.empty(self.random.choice(sizes) * 2) for _ in range(self.random.randint(1, 4))]
+        many = self.random.randint(1, 4)
+        self.held += [torch.empty(self.random.choice(sizes) * 2, device=self.device) for _ in range(many)]
         del self.held[: max(0, len(self.held) - 40)]
 
     def look(self, module: nn.Module, args: Any) -> None:
@@ -208,15 +236,30 @@ class Outcome:
     freed: bool
 
 
-def train(scenario: Scenario, backend: Any, options: dict[str, Any] | None, folder: Path) -> Outcome:
+class Data:
+    """Tokens and targets; tensor-parallel ranks see the same ones."""
+
+    def __init__(self, scenario: Scenario, device: str) -> None:
+        self.device = device
+        self.random = torch.Generator().manual_seed(
+            0 if scenario.parallel.startswith("tp") else dist.get_rank()
+        )
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        both = torch.randint(CONFIG.vocab, (2, 2, CONFIG.max_seq), generator=self.random).to(self.device)
+        return both[0], both[1]
+
+
+def train(
+    scenario: Scenario, device: str, backend: Any, options: dict[str, Any] | None, folder: Path
+) -> Outcome:
     """Train for `STEPS` steps; with `resume_at`, into a saved checkpoint and out of it again."""
     launches, rewritten = pgraph.report().launches, pgraph.report().rewritten_nodes
-    model = build(scenario, backend, options)
+    model = build(scenario, device, backend, options)
     inner = model.module if scenario.parallel == "ddp" else model
-    shaker = Shaker(inner.blocks)
+    shaker = Shaker(inner.blocks, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Tensor-parallel ranks see the same tokens.
-    data = torch.Generator().manual_seed(0 if scenario.parallel.startswith("tp") else dist.get_rank())
+    data = Data(scenario, device)
     losses, norms, captures = [], [], []
     step = 0
     saved = False
@@ -224,11 +267,10 @@ def train(scenario: Scenario, backend: Any, options: dict[str, Any] | None, fold
         if scenario.resume_at == step and not saved:
             saved = True
             save_and_spoil(model, optimizer, folder, data)
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
         for part in range(scenario.accumulate):
-            both = torch.randint(CONFIG.vocab, (2, 2, CONFIG.max_seq), generator=data)
             with last_only(model, part == scenario.accumulate - 1):
-                loss = model(both[0], both[1]) / scenario.accumulate
+                loss = model(*data.batch()) / scenario.accumulate
                 loss.backward()
             total += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
         if scenario.clip:
@@ -271,17 +313,16 @@ def unsharded_freed(model: nn.Module) -> bool:
     return all(t.untyped_storage().size() == 0 for p in params for t in p.all_gather_outputs)
 
 
-def save_and_spoil(model: nn.Module, optimizer: Any, folder: Path, data: torch.Generator) -> None:
+def save_and_spoil(model: nn.Module, optimizer: Any, folder: Path, data: Data) -> None:
     """Save a checkpoint, train past it, and load it again: the steps after that must not notice."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder))
-    at = data.get_state()
+    at = data.random.get_state()
     for _ in range(2):
-        both = torch.randint(CONFIG.vocab, (2, 2, CONFIG.max_seq), generator=data)
-        model(both[0], both[1]).backward()
+        model(*data.batch()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    data.set_state(at)
+    data.random.set_state(at)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(folder))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -296,18 +337,21 @@ def forget() -> None:
 
 def main() -> None:
     """Run the scenarios, and tear down."""
-    out = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    out, place = Path(sys.argv[1]), PLACES[sys.argv[2]]
+    if place.device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(place.group)
     references: dict[str, Any] = {}
-    for name in sys.argv[2:]:
+    for name in sys.argv[3:]:
         scenario = SCENARIOS[name]
         like = scenario.like or name
         if like not in references:
             forget()
-            references[like] = train(SCENARIOS[like], "aot_eager", None, out)
+            references[like] = train(SCENARIOS[like], place.device, place.reference, None, out)
         if not scenario.same_code:
             forget()
-        mine = train(scenario, pgraph_backend, HOST, out / f"{name}-checkpoint")
+        mine = train(scenario, place.device, pgraph_backend, place.options, out / f"{name}-checkpoint")
         found = {"reference": references[like], "pgraph": mine}
         text = json.dumps({label: dataclasses.asdict(run) for label, run in found.items()})
         (out / f"{name}-{dist.get_rank()}.json").write_text(text, encoding="utf-8")

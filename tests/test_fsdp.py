@@ -6,98 +6,50 @@ every use and gathers them to other addresses; whatever a launch does not rebind
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from distributed_program import LAYERS, SCENARIOS, STEPS
-
-PROGRAM = Path(__file__).with_name("distributed_program.py")
-RANKS = 2
+from distributed_program import LAYERS, SCENARIOS
+from support_ranks import (
+    Outcomes,
+    assert_captured_once,
+    assert_moved_and_freed,
+    assert_outside,
+    assert_reference_run,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seen working on Linux only")
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank wrote, by scenario; the ranks ended by themselves and without an error."""
-    out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(PROGRAM), str(out), *SCENARIOS]
-    logs = [(out / f"{rank}.log").open("w") for rank in range(RANKS)]
-    ranks = [
-        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment | {"RANK": str(rank)})
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [rank.wait(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for log in logs:
-            log.close()
-    ends = [(out / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
-    assert codes == [0] * RANKS, "\n".join(ends)
-    return {
-        name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
-        for name in SCENARIOS
-    }
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", timeout=300)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_losses_and_weights_are_the_reference_runs(name: str, outcomes: Any) -> None:
+def test_losses_and_weights_are_the_reference_runs(name: str, outcomes: Outcomes) -> None:
     for found in outcomes[name]:
-        mine, reference = found["pgraph"], found["reference"]
-        assert len(mine["losses"]) == STEPS
-        assert mine["losses"] == reference["losses"]
-        assert mine["norms"] == reference["norms"]
-        assert mine["weights"] == reference["weights"]
-        assert len(set(mine["losses"])) == STEPS, "it trains"
+        assert_reference_run(found)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_is_captured_after_the_first_step(name: str, outcomes: Any) -> None:
-    """Layers share one recording for forward and one for backward, whatever moves."""
+def test_nothing_is_captured_after_the_first_step(name: str, outcomes: Outcomes) -> None:
     for found in outcomes[name]:
-        mine = found["pgraph"]
-        assert mine["fallbacks"] == 0
-        assert len(set(mine["captures"])) == 1, mine["captures"]
-        if not mine["outside"]:
-            assert mine["captures"][0] == 2
-            calls = 2 * LAYERS * STEPS * SCENARIOS[name].accumulate
-            assert mine["launches"] >= calls - 2
+        assert_captured_once(name, found)
 
 
 @pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.parallel == "fsdp"])
-def test_parameters_moved_and_nobody_held_them(name: str, outcomes: Any) -> None:
+def test_parameters_moved_and_nobody_held_them(name: str, outcomes: Outcomes) -> None:
     for found in outcomes[name]:
-        mine = found["pgraph"]
-        assert mine["addresses"] > LAYERS, "no parameter ever moved: the test shows nothing"
-        assert mine["nodes_per_launch"] > 10
-        assert mine["freed"]
+        assert_moved_and_freed(found)
 
 
-def test_only_what_must_stays_outside(outcomes: Any) -> None:
-    outside = {name: set(outcomes[name][0]["pgraph"]["outside"]) for name in SCENARIOS}
-    assert outside.pop("tensor-parallel") == {"collective"}
-    assert all(not codes for codes in outside.values()), outside
+def test_only_what_must_stays_outside(outcomes: Outcomes) -> None:
+    assert_outside(outcomes)
 
 
-def test_checkpoints_were_written_and_read(outcomes: Any) -> None:
+def test_checkpoints_were_written_and_read(outcomes: Outcomes) -> None:
     """The run that went past its checkpoint and back launched more, and the losses did not notice."""
     runs = [outcomes[name][0]["pgraph"]["launches"] for name in ("resume", "kept-after-forward")]
     assert runs[0] - runs[1] == 2 * 2 * LAYERS
