@@ -20,7 +20,7 @@ The files, in the order in which data flows through them:
 `explaining`, `breaks`,   why something stays outside, what it costs, what to change first
 `observe`
 `explanation`, `render`,  the answer as data, as text and as a page
-`timeline`
+`timeline`, `words`
 `strict`, `sizes`         errors instead of plain running; which sizes are captured
 `peaks`                   what captures add to the framework's peak statistics
 `compat`                  PyTorch's private interfaces

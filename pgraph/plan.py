@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 
 from pgraph.errors import PlanError
 from pgraph.packing import GRANULE, Chain, Lifetime, survives
+from pgraph.words import amount
 
 __all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
 
@@ -105,8 +106,8 @@ class Plan:
         """The plan as text, one line per step: ``+`` allocate, ``-`` free, ``~`` release."""
         nodes = self.chunks[-1].last if self.chunks else 0
         lines = [
-            f"plan: {nodes} nodes, {len(self.chunks)} chunks, {len(self.blocks)} blocks, "
-            f"peak {self.peak:,} B, eager {self.eager_peak:,} B"
+            f"plan: {amount(nodes, 'node')}, {amount(len(self.chunks), 'chunk')}, "
+            f"{amount(len(self.blocks), 'block')}, peak {self.peak:,} B, eager {self.eager_peak:,} B"
         ]
         for i, chunk in enumerate(self.chunks):
             lines.append(f"chunk {i}: nodes [{chunk.first}, {chunk.last}), held {chunk.held:,} B")

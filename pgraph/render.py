@@ -6,6 +6,7 @@ import linecache
 from typing import TYPE_CHECKING
 
 from pgraph.reasons import Reason
+from pgraph.words import amount
 
 if TYPE_CHECKING:
     from pgraph.explanation import Change, Explanation, PartExplanation
@@ -54,7 +55,7 @@ def _summary(explanation: Explanation, times: bool) -> list[str]:
         done, total = explanation.seconds
         shares.append(f"host time {done * 1e6:,.0f} of {total * 1e6:,.0f} us")
     lines = [
-        f"pgraph: {verdict}" + (f", {_count(cuts, 'graph break')}" if cuts else ""),
+        f"pgraph: {verdict}" + (f", {amount(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
     ]
     if explanation.exec_bytes:
@@ -62,7 +63,7 @@ def _summary(explanation: Explanation, times: bool) -> list[str]:
     lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]
     if explanation.uncompiled:
         ops = sum(count for _, count in explanation.uncompiled)
-        lines.append(f"not compiled: {_count(ops, 'op')}: {_ops(explanation.uncompiled)}")
+        lines.append(f"not compiled: {amount(ops, 'op')}: {_ops(explanation.uncompiled)}")
     return lines
 
 
@@ -71,18 +72,14 @@ def _share(part: float, whole: float) -> str:
     return f"{part:,} of {whole:,}{percent}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _change(number: int, change: Change, explanation: Explanation, times: bool) -> list[str]:
     reason = change.reason
     if reason in explanation.breaks:
         gain = "joins what lies before and after the break, and compiles what Python runs there"
     else:
-        gain = f"{_count(change.ops, 'more device op')} captured"
+        gain = f"{amount(change.ops, 'more device op')} captured"
         if change.graphs > 0:
-            gain += f", {_count(change.graphs, 'part')} fewer"
+            gain += f", {amount(change.graphs, 'part')} fewer"
         if times and change.seconds:
             gain += f", of {change.seconds * 1e6:,.0f} us outside now"
     lines = [f"  {number}. {gain}"]
@@ -100,17 +97,17 @@ def _reason(reason: Reason, indent: str) -> list[str]:
 def _part(part: PartExplanation, times: bool) -> list[str]:
     calls = f" x {part.calls}" if part.calls > 1 else ""
     took = f", {part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
-    lines = [f"  part {part.part}: {part.state}{calls}, {_count(part.device_ops, 'device op')}{took}"]
+    lines = [f"  part {part.part}: {part.state}{calls}, {amount(part.device_ops, 'device op')}{took}"]
     if part.ops:
         lines.append(f"    ops: {_ops(part.ops)}")
     if part.kernels is not None:
         slots = ", ".join(f"{count} {kind}" for kind, count in part.slots)
         lines.append(
-            f"    {_count(part.captures, 'capture')}: {_count(part.kernels, 'kernel')}; slots {slots}; "
+            f"    {amount(part.captures, 'capture')}: {amount(part.kernels, 'kernel')}; slots {slots}; "
             f"{part.exec_bytes:,} B of execs"
         )
         lines.append(
-            f"    plan: {_count(part.chunks, 'chunk')}, {_count(part.blocks, 'block')}, "
+            f"    plan: {amount(part.chunks, 'chunk')}, {amount(part.blocks, 'block')}, "
             f"peak {part.plan_peak:,} B, eager {part.eager_peak:,} B"
         )
     for reason in part.reasons:
@@ -122,4 +119,4 @@ def _ops(ops: tuple[tuple[str, int], ...]) -> str:
     ranked = sorted(ops, key=lambda op: -op[1])
     shown = [f"{name} x {count}" if count > 1 else name for name, count in ranked[:_SHOWN_OPS]]
     rest = len(ranked) - len(shown)
-    return ", ".join(shown) + (f", and {_count(rest, 'kind')} more" if rest else "")
+    return ", ".join(shown) + (f", and {amount(rest, 'kind')} more" if rest else "")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pgraph import drivers
 from pgraph.peaks import GhostPeaks
 from pgraph.reasons import Reason
+from pgraph.words import amount
 
 if TYPE_CHECKING:
     from pgraph.build import Built
@@ -175,8 +176,9 @@ class Report:
     def summary(self) -> str:
         """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, memory of the execs."""
         return (
-            f"pgraph: {self.captures} captures, {self.nodes} nodes, {self.slots} slots, "
-            f"{self.launches} launches, {self.rewritten_nodes} nodes rewritten, {self.fallbacks} fallbacks"
+            f"pgraph: {amount(self.captures, 'capture')}, {amount(self.nodes, 'node')}, "
+            f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
+            f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.fallbacks, 'fallback')}"
             f"{_of_execs(self.exec_bytes)}"
         )
 
@@ -197,8 +199,10 @@ class Report:
                 lines.append(f"  {p.name}: runs plainly")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
-            what = f"{p.captures} captures, {p.nodes} nodes in {p.chunks} chunks, {p.slots} slots, "
-            what += f"{p.launches} launches, {p.plain_runs} plain runs{_of_execs(p.exec_bytes)}"
+            what = f"{amount(p.captures, 'capture')}, {amount(p.nodes, 'node')} in "
+            what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
+            what += f"{amount(p.launches, 'launch')}, {amount(p.plain_runs, 'plain run')}"
+            what += _of_execs(p.exec_bytes)
             lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
         return "\n".join(lines)
 

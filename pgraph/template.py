@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Literal
 
 from pgraph.plan import Plan
+from pgraph.words import amount
 
 __all__ = [
     "Allocation",
@@ -159,7 +160,8 @@ class Template:
 
     def render(self) -> str:
         """The template as stable text: no address, one line per node with its slots."""
-        lines = [f"{len(self.nodes)} nodes, {len(self.slots)} slots, {len(self.regions)} regions"]
+        counts = ((self.nodes, "node"), (self.slots, "slot"), (self.regions, "region"))
+        lines = [", ".join(amount(len(things), noun) for things, noun in counts)]
         for r in self.regions:
             lines.append(f"  region {r.index}: {r.kind}, {r.nbytes} bytes, nodes [{r.birth}, {r.death})")
         by_node: dict[int, list[Slot]] = {}

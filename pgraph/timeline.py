@@ -6,6 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from pgraph.render import place
+from pgraph.words import amount
 
 if TYPE_CHECKING:
     from pgraph.explanation import Explanation, PartExplanation
@@ -68,13 +69,16 @@ def _bar(part: PartExplanation, times: bool) -> str:
     colour, mark = _LOOKS[part.state]
     took = f"{part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
     weight = (part.seconds or 0.0) * 1e6 if times else float(part.device_ops * max(part.calls, 1))
-    facts = [f"{part.name}: {part.state}", f"{part.device_ops} device ops", took]
+    facts = [f"{part.name}: {part.state}", amount(part.device_ops, "device op"), took]
     if part.kernels is not None:
-        facts.append(f"{part.kernels} kernels in {part.chunks} chunks, {sum(n for _, n in part.slots)} slots")
+        slots = sum(number for _, number in part.slots)
+        facts.append(
+            f"{amount(part.kernels, 'kernel')} in {amount(part.chunks, 'chunk')}, {amount(slots, 'slot')}"
+        )
     for reason in part.reasons:
         facts += [f"[{reason.code}] {reason.sentence}", place(reason) or "", f"fix: {reason.fix}"]
     title = _escape("\n".join(fact for fact in facts if fact))
-    label = _escape(f"{mark} part {part.part}: {part.device_ops} ops {took}".rstrip())
+    label = _escape(f"{mark} part {part.part}: {amount(part.device_ops, 'op')} {took}".rstrip())
     style = f"flex:{max(weight, 0.1):.1f};background:{colour}"
     return f'<div class="bar" style="{style}" title="{title}">{label}</div>'
 

@@ -48,8 +48,8 @@ class TestTexts(expecttest.TestCase):
             numbered(str(pgraph.report())),
             """\
 pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks, 248 B of execs
-  forward N: 1 captures, 4 nodes in 1 chunks, 12 slots, 2 launches, 1 plain runs, 96 B of execs
-  backward N: 1 captures, 6 nodes in 1 chunks, 16 slots, 2 launches, 1 plain runs, 152 B of execs""",
+  forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 plain run, 96 B of execs
+  backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 plain run, 152 B of execs""",
         )
 
     def test_a_report_with_reasons(self) -> None:
@@ -58,7 +58,7 @@ pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallba
         self.assertExpectedInline(
             str(Report(parts)),
             """\
-pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
+pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallback
   forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a:3. Fix: pad
   forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 plain runs
   forward 2: runs plainly
@@ -89,7 +89,7 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallbacks
   node 2: memcpy clone (16 bytes) 0=r7, 8=r6
   node 3: kernel addmm (32 bytes) 0=r4, 8=r7, 16=r3, 24=r8
   output 0: region 8 + 0: torch.float32 [3, 4] strides [4, 1]
-plan: 4 nodes, 1 chunks, 2 blocks, peak 3,584 B, eager 3,072 B
+plan: 4 nodes, 1 chunk, 2 blocks, peak 3,584 B, eager 3,072 B
 chunk 0: nodes [0, 4), held 3,584 B
   + b0 512 B: r5@0 r7@0
   + b1 512 B: r6@0 r8@0
