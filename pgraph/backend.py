@@ -34,7 +34,7 @@ from pgraph.runner import Boxed, GraphRunner, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
-from pgraph.variant import Trait, lazy_bits, lazy_bits_and_offset
+from pgraph.variant import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
 
 __all__ = ["Backend", "backend"]
 
@@ -205,7 +205,7 @@ def _compile_parts(
     gradients = compat.tangents(gm) if kind == "backward" else ()
     if split.calls[0].module is gm:
         compiled = compile_part(gm, example_inputs, None)
-        watched = _watched(gm, options, gradients)
+        watched = _watched(gm, options, kind, gradients)
         return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static, watched))
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
     donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
@@ -222,7 +222,7 @@ def _compile_parts(
             with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
                 compiled = compile_part(call.module, inputs, fixed)
             lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
-            watched = _watched(call.module, options, lazy)
+            watched = _watched(call.module, options, kind, lazy)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
     return compat.boxed(GraphRunner(split, runners))
 
@@ -272,20 +272,24 @@ def _runner(
     )
 
 
-def _watched(module: torch.fx.GraphModule, options: Options, lazy: Iterable[int]) -> dict[int, Trait]:
+def _watched(
+    module: torch.fx.GraphModule, options: Options, kind: Kind, lazy: Iterable[int]
+) -> dict[int, Trait]:
     """Arguments of which layout and address do not say all that the code stands on.
 
     Note [What nobody guards]
     Dynamo guards the inputs of a forward, lazy bits included, and what a forward saves is as it was traced.
     Not so the gradients that come into a backward: one call's may be a lazy conjugate, the next one's not.
-    And `as_strided` counts from the start of the storage, which ATen code reads off the tensor that it gets:
-    in a capture that distance is frozen. (Inductor's code freezes it by itself, whoever runs it.)
+    ATen code stands on more, which Inductor's code freezes by itself, whoever runs it: `as_strided` counts
+    from the start of the storage; and hooks on saved tensors may give a backward another type than was saved.
     """
+    if options.codegen != "aten":
+        return dict.fromkeys(lazy, lazy_bits)
+    inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
     ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
-    if options.codegen == "aten" and ops & optable.STORAGE_OFFSETS:
-        inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
-        return dict.fromkeys(range(inputs), lazy_bits_and_offset)
-    return dict.fromkeys(lazy, lazy_bits)
+    if ops & optable.STORAGE_OFFSETS:
+        return dict.fromkeys(range(inputs), all_that_ops_see)
+    return dict.fromkeys(range(inputs) if kind == "backward" else lazy, lazy_bits_and_type)
 
 
 def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor]:

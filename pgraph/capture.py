@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pgraph.compat import lazily
+from pgraph.compat import lazily, same_counter
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
 from pgraph.errors import CaptureError, DriverError
 from pgraph.nodes import is_foreign, is_own, op_name
@@ -256,7 +256,7 @@ def _record(
     graph, nodes = session.end()
     recorder.add_hidden()
     ranges, moved = _merge(recorder.ranges, n_inputs)
-    specs = tuple(_output_spec(r, recorder, moved, ranges) for r in results)
+    specs = _output_specs(results, recorder, moved, ranges)
     del results
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
@@ -291,6 +291,31 @@ def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]
         for i in members:
             moved[i] = n_inputs + region
     return ranges[:n_inputs] + [r for r, _ in merged], moved
+
+
+def _output_specs(
+    results: Sequence[Any], recorder: _Recorder, moved: list[int], regions: list[_Range]
+) -> tuple[OutputSpec, ...]:
+    """Note [One tensor, several results]
+    What a forward returns and saves is one tensor or a view of it, and their version counter tells autograd
+    that somebody has written into it. Two tensors on the same memory, with a counter each, would give wrong
+    gradients without a word.
+    """
+    specs: list[OutputSpec] = []
+    for position, value in enumerate(results):
+        spec = _output_spec(value, recorder, moved, regions)
+        if spec.region is not None:
+            for earlier in range(position):
+                if specs[earlier].region != spec.region:
+                    continue
+                if results[earlier] is value:
+                    spec = dataclasses.replace(spec, same=earlier)
+                    break
+                if same_counter(results[earlier], value):
+                    spec = dataclasses.replace(spec, view_of=earlier)
+                    break
+        specs.append(spec)
+    return tuple(specs)
 
 
 def _output_spec(value: Any, recorder: _Recorder, moved: list[int], regions: list[_Range]) -> OutputSpec:

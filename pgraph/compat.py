@@ -41,6 +41,7 @@ __all__ = [
     "graph_break",
     "hearing_graph_breaks",
     "inductor_mode",
+    "intercepted",
     "is_compiled",
     "lazily",
     "own_output_strides",
@@ -48,6 +49,7 @@ __all__ = [
     "plain_symbol",
     "profiling",
     "reinterpret",
+    "same_counter",
     "static_inputs",
     "symbol_source",
     "tangents",
@@ -66,6 +68,10 @@ reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
 
 fake_mode_of = detect_fake_mode
+
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Not in the stub of the module.
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
@@ -409,6 +415,23 @@ def partition_ops() -> set[str]:
 def forward_mode() -> bool:
     """Whether derivatives are carried forward; 2.13, and in the sources of 2.11."""
     return _forward_ad._current_level >= 0
+
+
+def intercepted() -> bool:
+    """Whether this thread's ops go to somebody else first: dispatch modes, vmap and its like; 2.11, 2.13."""
+    return _dispatch_modes() > 0 or _transforms() is not None
+
+
+def same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a change of one tensor in place counts as one of the other; 2.11, 2.13."""
+    if a.is_inference() or b.is_inference():
+        return False  # they have none
+    before = a._version, b._version
+    try:
+        torch._C._autograd._unsafe_set_version_counter((a,), (before[0] + 1,))
+        return bool(b._version != before[1])
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((a,), (before[0],))
 
 
 def profiling() -> bool:

@@ -17,7 +17,18 @@ from pgraph.compat import lazily, reinterpret
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError
 from pgraph.template import OutputSpec, TensorSpec
 
-__all__ = ["BLOCK", "BLOCK_VIEW", "CONSTANT", "INPUT", "Allocation", "Launcher", "Step", "view"]
+__all__ = [
+    "BLOCK",
+    "BLOCK_VIEW",
+    "CONSTANT",
+    "INPUT",
+    "RESULT",
+    "RESULT_VIEW",
+    "Allocation",
+    "Launcher",
+    "Step",
+    "view",
+]
 
 
 # One block: (index, size, stride, dtype, region of its first tenant, other tenants). Plain tuples: this is
@@ -111,12 +122,17 @@ class Launcher:
                 results.append(inputs[index])
             elif source == CONSTANT:
                 results.append(index)
+            elif source == RESULT:
+                results.append(results[index])
+            elif source == RESULT_VIEW:
+                results.append(results[index].as_strided(*layout, offset))
             else:
                 results.append(view((blocks if source == BLOCK_VIEW else inputs)[index], layout, offset))
         return results, rewritten
 
 
-BLOCK, BLOCK_VIEW, INPUT, INPUT_VIEW, CONSTANT = range(5)  # sources of a result; pgraph_call.c has them too
+# Sources of a result; pgraph_call.c has them too.
+BLOCK, BLOCK_VIEW, INPUT, INPUT_VIEW, CONSTANT, RESULT, RESULT_VIEW = range(7)
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
@@ -168,11 +184,29 @@ def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> tu
         return INPUT, spec.input, None, 0
     if spec.input is not None:
         return INPUT_VIEW, spec.input, spec.layout, 0
+    if spec.same is not None:
+        return RESULT, spec.same, None, 0
+    if spec.view_of is not None and (place := _within(built, spec)) is not None:
+        return RESULT_VIEW, spec.view_of, (spec.layout.size, spec.layout.stride), place
     assert spec.region is not None
     block, offset = built.template.plan.location(spec.region)
     if direct.get(block) == spec.layout:
         return BLOCK, block, None, 0
     return BLOCK_VIEW, block, spec.layout, offset
+
+
+def _within(built: Built, spec: OutputSpec) -> int | None:
+    """Elements from its block's start to a result that is a view of another one; None if no plain view."""
+    assert spec.region is not None
+    assert spec.layout is not None
+    assert spec.view_of is not None
+    owner = built.template.outputs[spec.view_of].layout
+    assert owner is not None
+    start = built.template.plan.location(spec.region)[1] + spec.layout.offset
+    lazy = owner.conj or owner.neg or spec.layout.conj or spec.layout.neg
+    if lazy or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
+        return None
+    return start // owner.dtype.itemsize
 
 
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:

@@ -15,7 +15,17 @@ import torch
 
 from pgraph import compat, native
 from pgraph.drivers.base import Exec
-from pgraph.launch import BLOCK, BLOCK_VIEW, CONSTANT, INPUT_VIEW, Allocation, Launcher, Step, view
+from pgraph.launch import (
+    BLOCK,
+    BLOCK_VIEW,
+    CONSTANT,
+    INPUT_VIEW,
+    RESULT_VIEW,
+    Allocation,
+    Launcher,
+    Step,
+    view,
+)
 
 __all__ = ["native_call"]
 
@@ -93,6 +103,8 @@ def _result(
     """(source, index, value or function that makes a view, the function's arguments after the owner)."""
     if source == CONSTANT:
         return source, 0, index, ()
+    if source == RESULT_VIEW:
+        return source, index, torch.as_strided, (*layout, offset)
     if source not in (BLOCK_VIEW, INPUT_VIEW):
         return source, index, None, ()
     if source == BLOCK_VIEW and not (layout.conj or layout.neg) and layout.dtype == dtypes[index]:

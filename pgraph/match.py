@@ -45,6 +45,7 @@ Cost: O(words * log(regions)), and O(regions) for a left-over word that looks li
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import re
 import struct
 from collections.abc import Sequence
@@ -139,7 +140,7 @@ def _same_structure(a: Recording, b: Recording) -> None:
 
 
 def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
-    if (x.region, x.input, x.layout, x.unread) != (y.region, y.input, y.layout, y.unread):
+    if dataclasses.replace(x, constant=None) != dataclasses.replace(y, constant=None):
         return False
     if x.unread:
         return True

@@ -103,6 +103,10 @@ class PartitionRunner:
             return observe.watch.call(self, args)
         if self._carries_tangents and compat.forward_mode():
             return self._run_plainly(args, None)  # a launch would lose the tangents without a word
+        if compat.intercepted():
+            # Somebody wants to see these ops, and must not see the ghosts of a capture. (AOTAutograd itself
+            # looks on at a first call.)
+            return self._run_plainly(args, self._choose(args, capture=False))
         variant = self._last
         # Once: an eviction may take them away.
         call, launcher = (variant.call, variant.launcher) if variant is not None else (None, None)
@@ -203,8 +207,8 @@ class PartitionRunner:
                 self._keeper.ran(variant.use, self.stats.launches)
         return result
 
-    def _choose(self, args: list[Any]) -> Variant | None:
-        """The variant for these arguments, captured if it is due; None to run plainly."""
+    def _choose(self, args: list[Any], *, capture: bool = True) -> Variant | None:
+        """The variant for these arguments, captured if it is due and may be; None to run plainly."""
         if self._driver.is_capturing():
             return None
         with self._lock:
@@ -219,7 +223,10 @@ class PartitionRunner:
                     self._insist(self.stats.reason)
                     return None
                 variant = self._variant(args)
-            if variant.state is State.WARM and self._due(variant) and self._has_room(variant, args):
+                if variant is None:
+                    return None
+            due = capture and variant.state is State.WARM and self._due(variant)
+            if due and self._has_room(variant, args):
                 if compat.profiling():
                     in_range("capture", self._label, self._capture, variant, args)
                 else:
@@ -262,14 +269,18 @@ class PartitionRunner:
             return False
         return threading.get_ident() in variant.threads or variant.runs >= self._options.warmup + 3
 
-    def _variant(self, args: Sequence[Any]) -> Variant:
+    def _variant(self, args: Sequence[Any]) -> Variant | None:
+        """The one for these layouts, made if need be; None for tensors that lie nowhere (batched, fake)."""
         tensors, others, traits, addresses = [], [], [], []
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor):
                 if value.device != self._driver.device:
                     continue  # CPU seeds of attention without dropout: never read
+                try:
+                    addresses.append(value.data_ptr())
+                except RuntimeError:
+                    return None
                 tensors.append((position, tuple(value.size()), tuple(value.stride())))
-                addresses.append(value.data_ptr())
                 if position in self._watched:
                     trait = self._watched[position]
                     traits.append((position, trait, trait(value)))
@@ -439,5 +450,5 @@ class GraphRunner:
             results = part(handed)
             for slot, result in zip(outputs, results, strict=True):
                 values[slot] = result
-            del results
+            results = result = None  # or the last one would outlive its last use by a part
         return tuple(o.value if isinstance(o, Const) else values[o] for o in self._outputs)

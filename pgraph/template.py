@@ -93,7 +93,8 @@ class OutputSpec:
 
     Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
     returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
-    not depend on the call; `unread` if its value means nothing).
+    not depend on the call; `unread` if its value means nothing). `same` is the position of an earlier
+    result that was the very same tensor, `view_of` of one that it shared its version counter with.
     """
 
     region: int | None = None
@@ -101,6 +102,8 @@ class OutputSpec:
     layout: TensorSpec | None = None
     constant: Any = None
     unread: bool = False
+    same: int | None = None
+    view_of: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,5 +187,8 @@ def _render_output(out: OutputSpec) -> str:
     owner = f"region {out.region}" if out.region is not None else f"input {out.input}"
     if out.layout is None:
         return owner
+    if out.same is not None:
+        return f"the same tensor as output {out.same}"
     spec = out.layout
-    return f"{owner} + {spec.offset}: {spec.dtype} {list(spec.size)} strides {list(spec.stride)}"
+    view = f", a view of output {out.view_of}" if out.view_of is not None else ""
+    return f"{owner} + {spec.offset}: {spec.dtype} {list(spec.size)} strides {list(spec.stride)}{view}"

@@ -15,7 +15,15 @@ from pgraph.keeping import Use
 from pgraph.launch import Launcher
 from pgraph.reasons import Reason
 
-__all__ = ["State", "Trait", "Variant", "alignments", "lazy_bits", "lazy_bits_and_offset"]
+__all__ = [
+    "State",
+    "Trait",
+    "Variant",
+    "alignments",
+    "all_that_ops_see",
+    "lazy_bits",
+    "lazy_bits_and_type",
+]
 
 Trait = Callable[[torch.Tensor], Any]
 
@@ -25,9 +33,14 @@ def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     return tensor.is_conj(), tensor.is_neg()
 
 
-def lazy_bits_and_offset(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+def lazy_bits_and_type(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
+    """The same and the type of the elements."""
+    return tensor.is_conj(), tensor.is_neg(), tensor.dtype
+
+
+def all_that_ops_see(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype, int]:
     """The same and the storage offset in elements: what `as_strided` counts from."""
-    return tensor.is_conj(), tensor.is_neg(), int(tensor.storage_offset())
+    return tensor.is_conj(), tensor.is_neg(), tensor.dtype, int(tensor.storage_offset())
 
 
 class State(enum.Enum):
@@ -96,7 +109,7 @@ class Variant:
             for position, trait, value in self.traits:
                 if trait(args[position]) != value:
                     return None
-        except AssertionError:
+        except (AssertionError, RuntimeError):  # another layout, or a tensor that lies nowhere
             return None
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -170,6 +171,11 @@ def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
             rows_seen = rows - 1 if offset else rows
             layout = TensorSpec((rows_seen, SIDE), (SIDE, 1), torch.float32, offset)
             outputs.append(OutputSpec(region=region.index, layout=layout))
+            if kind == "same":
+                outputs.append(dataclasses.replace(outputs[-1], same=len(outputs) - 1))
+            if kind == "part":
+                part = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
+                outputs.append(OutputSpec(region=region.index, layout=part, view_of=len(outputs) - 1))
     # Every region is named wherever it lives.
     slots = [
         Slot(node, 8 * r.index, r.index, 4 * (node % 3))

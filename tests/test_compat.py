@@ -243,6 +243,36 @@ def test_settings_and_modes() -> None:
     assert not compat.forward_mode()
 
 
+def test_intercepted() -> None:
+    """A dispatch mode, vmap and grad stand between this thread and its ops; their end is seen, too."""
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(compat.intercepted())
+        return x * 2
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    with TorchDispatchMode():
+        seen.append(compat.intercepted())
+    look(torch.ones(2))
+    assert seen == [False, True, True, True, False]
+
+
+def test_same_counter() -> None:
+    """Views count together with what they are views of, and nothing is left changed."""
+    x = torch.randn(4)
+    assert compat.same_counter(x, x.detach())
+    assert compat.same_counter(x, x[1:])
+    assert not compat.same_counter(x, x.clone())
+    assert not compat.same_counter(x, compat.reinterpret(x, (4,), (1,), 0))
+    assert x._version == 0
+    with torch.inference_mode():
+        y = torch.randn(4)
+        assert not compat.same_counter(y, y)
+
+
 def test_tensor_shims() -> None:
     """C functions that read a tensor through a handle: dimensions, sizes, strides, address; and delete it."""
     shims = compat.tensor_shims()

@@ -92,6 +92,42 @@ def test_an_input_may_be_returned() -> None:
             same(out[1], x + y)
 
 
+def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = ((x * 2).sin() * 3).cos()
+    return s, s.contiguous()
+
+
+def test_one_tensor_returned_twice_stays_one() -> None:
+    """Its block had an earlier tenant, so that each result would be a view by itself."""
+    compiled = host(both)
+    compiled(torch.randn(4, requires_grad=True))[1].sum().backward()
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        z = x.detach().clone().requires_grad_()
+        with launching(2):
+            (p, q), (r, s) = compiled(x), both(z)
+            assert (p is q) == (r is s) is True
+            p.mul_(2)
+            r.mul_(2)
+            q.sum().backward()
+            s.sum().backward()
+        same(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("last", [torch.exp, torch.tanh])
+def test_a_saved_result_that_was_written_into_is_an_error(last: Any) -> None:
+    """As in eager: the gradient would be wrong."""
+    compiled = host(lambda x: last((x * 2).sin() * 3))
+    compiled(torch.randn(4, requires_grad=True)).sum().backward()
+    for _ in range(3):
+        y = compiled(torch.randn(4, requires_grad=True))
+        with torch.no_grad():
+            y.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    assert pgraph.report().launches >= 3
+
+
 def test_one_tensor_twice() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         x.add_(1)
@@ -162,6 +198,22 @@ def test_as_strided_counts_from_the_storage() -> None:
         same(compiled(x), base[:4] + 1)
     report = pgraph.report()
     assert (report.captures, report.launches, report.fallbacks) == (2, 4, 0), str(report)
+
+
+def test_ops_that_count_from_the_storages_start() -> None:
+    """At a launch, too: the tensors that kernels get begin where the captured ones did."""
+
+    def fn(x: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        scattered = torch.as_strided_scatter(x, s, (2,), (2,), 3)
+        return scattered, torch.as_strided_copy(x, (2,), (2,), 3), x.as_strided((2,), (2,), 3).add_(1)
+
+    compiled = host(fn)
+    for _ in range(5):
+        base, s = torch.randn(40), torch.randn(2)
+        twin = base.clone()
+        same(compiled(base[1:7], s), fn(twin[1:7], s))
+        same(base, twin)
+    assert pgraph.report().launches == 4
 
 
 def test_empty_tensors() -> None:

@@ -67,6 +67,36 @@ def test_nothing_is_kept_after_a_capture() -> None:
         assert out.expired()
 
 
+def test_the_last_result_of_a_part_dies_with_its_last_use() -> None:
+    """Not with the end of the part that uses it."""
+    storages: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    @torch.library.custom_op("pgraph_lifetime::use", mutates_args=())
+    def use(x: Tensor) -> Tensor:
+        storages.append(StorageWeakRef(x.untyped_storage()))
+        return x.sum()
+
+    @torch.library.custom_op("pgraph_lifetime::look", mutates_args=())
+    def look(x: Tensor) -> Tensor:
+        alive.append(not storages[-1].expired())
+        return x + 1
+
+    use.register_fake(lambda x: x.new_empty(()))
+    look.register_fake(torch.empty_like)
+    for op in ("pgraph_lifetime::use", "pgraph_lifetime::look"):
+        pgraph.mark_unsafe(op, reason="it is", fix="none")
+    try:
+        compiled = host(lambda x: look(use(x * 2)), min_ops=1)
+        for _ in range(4):
+            compiled(torch.randn(500))
+    finally:
+        for op in ("pgraph_lifetime::use", "pgraph_lifetime::look"):
+            pgraph.unmark_unsafe(op)
+    assert pgraph.report().launches == 3
+    assert alive == [False] * 4
+
+
 def test_saved_activations_die_with_the_backward() -> None:
     """The backward's arguments are boxed all the way down to the launch."""
     model = MLP()

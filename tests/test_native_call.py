@@ -32,7 +32,7 @@ def _needed() -> None:
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     """Nodes, inputs (kept, death), memory (kind, birth, length, rows), slack of the plan."""
     memory = st.tuples(
-        st.sampled_from(["temp", "temp", "output", "view"]),
+        st.sampled_from(["temp", "temp", "output", "view", "same", "part"]),
         st.integers(0, 9),
         st.integers(0, 4),
         st.integers(1, 40),
@@ -81,10 +81,14 @@ def by_path(case: dict[str, Any], native_path: bool) -> tuple[list[Any], list[An
             (tuple(r.shape), r.stride(), r.dtype, r.storage_offset()) if isinstance(r, torch.Tensor) else r
             for r in results
         ]
+        tensors = [r for r in results if isinstance(r, torch.Tensor)]
+        # Which are one object, and which count changes in place together.
+        seen.append([[a is b for b in tensors] for a in tensors])
+        seen.append([[compat.same_counter(a, b) for b in tensors] for a in tensors])
         view = results[1]
         assert torch.equal(view, inputs[0].flatten()[2:10:2])
         assert results[2] is inputs[0]
-        del results, view
+        del results, view, tensors
         device.events.clear()
     assert not device.living
     return seen, [len(launcher.steps)], rewritten
@@ -332,3 +336,24 @@ def test_malformed_programs_are_errors() -> None:
         module.program(1, 2, 3)
     with pytest.raises((TypeError, ValueError)):
         module.call(object(), [])
+
+
+@pytest.mark.parametrize("native_path", [False, True])
+def test_results_that_are_one_tensor_stay_one(native_path: bool) -> None:
+    """In a block with an earlier tenant, so that each would be a view of its own."""
+    memory = [("temp", 0, 0, 4), ("same", 2, 0, 4), ("part", 3, 0, 4)]
+    case = {"nodes": 6, "inputs": [(True, 0)], "memory": memory, "slack": 1 << 20}
+    device = FakeDevice()
+    launcher, facts = made(device, case)
+    args = arguments(launcher)
+    call = native_call(launcher, *facts)
+    assert call is not None
+    done = call(args) if native_path else launcher(args[1:], [args[1].data_ptr()])
+    assert done is not None
+    *_, first, again, whole, part = done[0]
+    assert first is again
+    assert first.untyped_storage().nbytes() > 0
+    assert part.shape == (4, 1)
+    assert part.data_ptr() == whole.data_ptr() + 8
+    whole.add_(1)
+    assert part._version == whole._version == 1

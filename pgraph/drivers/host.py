@@ -331,7 +331,7 @@ class HostDriver(Driver):
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         fault.active().step("allocate")
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)  # whatever the default is
 
     def on_device(self) -> None:
         return None

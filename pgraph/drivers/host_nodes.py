@@ -72,7 +72,8 @@ def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             bits = leaf.is_conj(), leaf.is_neg()
-            codes.append(("tensor", tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype, *bits))
+            layout = tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype, int(leaf.storage_offset())
+            codes.append(("tensor", *layout, *bits))
             words.append(leaf.data_ptr())
         elif type(leaf) is int:
             codes.append(("int",))
@@ -97,11 +98,19 @@ def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
 
 
 def _tensor_at(
-    address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, conj: bool, neg: bool
+    address: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    offset: int,
+    conj: bool,
+    neg: bool,
 ) -> torch.Tensor:
-    nbytes = extent(size, stride) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
-    return lazily(torch.empty(0, dtype=dtype).set_(storage, 0, size, stride), conj, neg)
+    """A tensor at `address`, as far from its storage's start as at capture: some ops count from there."""
+    before = offset * dtype.itemsize
+    nbytes = before + extent(size, stride) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address - before, _CPU, nbytes)
+    return lazily(torch.empty(0, dtype=dtype, device=_CPU).set_(storage, offset, size, stride), conj, neg)
 
 
 def run(node: NodeRecord, params: bytearray) -> None:

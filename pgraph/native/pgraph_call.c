@@ -63,7 +63,7 @@ typedef struct {
     int64_t *frees, *releases;
 } pg_step;
 
-enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT, FROM_INPUT_VIEW, CONSTANT }; /* as in pgraph.launch */
+enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT, FROM_INPUT_VIEW, CONSTANT, RESULT, RESULT_VIEW }; /* as in pgraph.launch */
 
 typedef struct {
     int source;
@@ -299,12 +299,19 @@ static int64_t run_steps(const pg_program *p, pg_frame *f, void *stream, int *la
     return rewritten;
 }
 
-static PyObject *result_of(const pg_program *p, const pg_frame *f, const pg_result *r)
+/* `before`: the results up to this one. */
+static PyObject *result_of(const pg_frame *f, const pg_result *r, PyObject *before)
 {
     if (r->source == CONSTANT)
         return Py_NewRef(r->constant);
+    if (r->source == RESULT)
+        return Py_NewRef(PyList_GET_ITEM(before, r->index));
     int own = r->source == FROM_BLOCK || r->source == FROM_BLOCK_VIEW;
-    PyObject *owner = own ? f->tensors[r->index] : f->inputs[r->index];
+    PyObject *owner = own ? f->tensors[r->index] : NULL;
+    if (r->source == FROM_INPUT || r->source == FROM_INPUT_VIEW)
+        owner = f->inputs[r->index];
+    if (r->source == RESULT_VIEW)
+        owner = PyList_GET_ITEM(before, r->index);
     if (!owner) {
         PyErr_SetString(PyExc_SystemError, "the owner of a result is gone");
         return NULL;
@@ -322,7 +329,7 @@ static PyObject *results_of(const pg_program *p, const pg_frame *f)
 {
     PyObject *list = PyList_New(p->n_results);
     for (Py_ssize_t i = 0; list && i < p->n_results; i++) {
-        PyObject *one = result_of(p, f, &p->results[i]);
+        PyObject *one = result_of(f, &p->results[i], list);
         if (!one)
             Py_CLEAR(list);
         else
@@ -507,6 +514,11 @@ static int read_results(pg_program *p, PyObject *results)
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "inOO!", &r->source, &r->index, &r->constant,
                               &PyTuple_Type, &r->rest))
             return -1;
+        int again = r->source == RESULT || r->source == RESULT_VIEW;
+        if (again && (r->index < 0 || r->index >= i)) {
+            PyErr_SetString(PyExc_ValueError, "a result can only stand on an earlier one");
+            return -1;
+        }
         if (PyTuple_GET_SIZE(r->rest) > 3) {
             PyErr_SetString(PyExc_ValueError, "a view takes at most three arguments after its owner");
             return -1;
