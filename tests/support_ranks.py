@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from distributed_program import LAYERS, SCENARIOS, STEPS
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
@@ -52,37 +53,46 @@ def run_ranks(out: Path, place: str, timeout: float) -> Outcomes:
     }
 
 
-def assert_reference_run(found: dict[str, Any]) -> None:
-    """Losses, gradients' norms and weights are the reference run's to the last bit."""
-    mine, reference = found["pgraph"], found["reference"]
-    assert len(mine["losses"]) == STEPS
-    assert mine["losses"] == reference["losses"]
-    assert mine["norms"] == reference["norms"]
-    assert mine["weights"] == reference["weights"]
-    assert len(set(mine["losses"])) == STEPS, "it trains"
+class RankTests:
+    """What each scenario must have done; a subclass runs it for the `outcomes` of its module."""
 
+    @pytest.mark.parametrize("name", SCENARIOS)
+    def test_losses_norms_and_weights_are_the_reference_runs(self, name: str, outcomes: Outcomes) -> None:
+        """To the last bit."""
+        for found in outcomes[name]:
+            mine, reference = found["pgraph"], found["reference"]
+            assert len(mine["losses"]) == STEPS
+            assert mine["losses"] == reference["losses"]
+            assert mine["norms"] == reference["norms"]
+            assert mine["weights"] == reference["weights"]
+            assert len(set(mine["losses"])) == STEPS, "it trains"
 
-def assert_captured_once(name: str, found: dict[str, Any]) -> None:
-    """Layers share one recording for forward and one for backward, whatever moves."""
-    mine = found["pgraph"]
-    assert mine["fallbacks"] == 0
-    assert len(set(mine["captures"])) == 1, mine["captures"]
-    if not mine["outside"]:
-        assert mine["captures"][0] == 2
-        calls = 2 * LAYERS * STEPS * SCENARIOS[name].accumulate
-        assert mine["launches"] >= calls - 2
+    @pytest.mark.parametrize("name", SCENARIOS)
+    def test_nothing_is_captured_after_the_first_step(self, name: str, outcomes: Outcomes) -> None:
+        """Layers share one recording for forward and one for backward, whatever moves."""
+        for found in outcomes[name]:
+            mine = found["pgraph"]
+            assert mine["fallbacks"] == 0
+            assert len(set(mine["captures"])) == 1, mine["captures"]
+            if not mine["outside"]:
+                assert mine["captures"][0] == 2
+                calls = 2 * LAYERS * STEPS * SCENARIOS[name].accumulate
+                assert mine["launches"] >= calls - 2
 
+    @pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.parallel == "fsdp"])
+    def test_parameters_moved_and_nobody_held_them(self, name: str, outcomes: Outcomes) -> None:
+        for found in outcomes[name]:
+            mine = found["pgraph"]
+            assert mine["addresses"] > LAYERS, "no parameter ever moved: the test shows nothing"
+            assert mine["nodes_per_launch"] > 10
+            assert mine["freed"]
 
-def assert_moved_and_freed(found: dict[str, Any]) -> None:
-    """FSDP's gathered parameters lay elsewhere at times, and nobody but FSDP held them."""
-    mine = found["pgraph"]
-    assert mine["addresses"] > LAYERS, "no parameter ever moved: the test shows nothing"
-    assert mine["nodes_per_launch"] > 10
-    assert mine["freed"]
+    def test_only_collectives_stay_outside(self, outcomes: Outcomes) -> None:
+        outside = {name: set(outcomes[name][0]["pgraph"]["outside"]) for name in SCENARIOS}
+        assert outside.pop("tensor-parallel") == {"collective"}
+        assert all(not codes for codes in outside.values()), outside
 
-
-def assert_outside(outcomes: Outcomes) -> None:
-    """Nothing but collectives stays outside, and these only where they are part of the graph."""
-    outside = {name: set(outcomes[name][0]["pgraph"]["outside"]) for name in SCENARIOS}
-    assert outside.pop("tensor-parallel") == {"collective"}
-    assert all(not codes for codes in outside.values()), outside
+    def test_checkpoints_were_written_and_read(self, outcomes: Outcomes) -> None:
+        """The run that went past its checkpoint and back launched more, and the losses did not notice."""
+        runs = [outcomes[name][0]["pgraph"]["launches"] for name in ("resume", "kept-after-forward")]
+        assert runs[0] - runs[1] == 2 * 2 * LAYERS
