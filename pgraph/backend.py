@@ -25,12 +25,13 @@ from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
 from pgraph.errors import FullCaptureError, OptionError
 from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
+from pgraph.graph_runner import GraphRunner
 from pgraph.nodes import is_neutral, op_name
 from pgraph.observe import PlainPart
 from pgraph.options import Options, parse
 from pgraph.partition import Call, Part, extract, scan
 from pgraph.reasons import Reason
-from pgraph.runner import Boxed, GraphRunner, PartitionRunner
+from pgraph.runner import Boxed, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions

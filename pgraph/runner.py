@@ -31,20 +31,19 @@ from pgraph.keeping import WAITING, Keeper
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
 from pgraph.options import Options
-from pgraph.partition import Const, SplitPlan
 from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Template
 from pgraph.variant import State, Trait, Variant, alignments
 
-__all__ = ["GraphRunner", "PartitionRunner"]
+__all__ = ["Boxed", "PartitionRunner"]
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
 
-Boxed = Callable[[list[Any]], Any]
+Boxed = Callable[[list[Any]], Any]  # takes one list and empties it
 
 _LAUNCH_ERRORS = (LaunchError, DriverError, torch.OutOfMemoryError)
 
@@ -418,37 +417,3 @@ def _unexpected(error: Exception) -> Reason:
         f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
         'report it, with the log of TORCH_LOGS="+pgraph"; the partition runs plainly',
     )
-
-
-class GraphRunner:
-    """Runs the parts of a split graph in order over a list of values.
-
-    Args:
-        split: which values each part takes and makes.
-        parts: the code of each part; takes one list and empties it.
-    """
-
-    def __init__(self, split: SplitPlan, parts: Sequence[Boxed]) -> None:
-        self._n_slots = split.n_slots
-        self._input_slots = split.input_slots
-        self._outputs = split.output_slots
-        self._calls = [
-            (part, call.inputs, call.outputs, call.last_use)
-            for part, call in zip(parts, split.calls, strict=True)
-        ]
-
-    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
-        values: list[Any] = [None] * self._n_slots
-        for slot, value in zip(self._input_slots, args, strict=True):
-            values[slot] = value
-        args.clear()
-        del value
-        for part, inputs, outputs, last_use in self._calls:
-            handed = [values[slot] for slot in inputs]
-            for slot in last_use:
-                values[slot] = None
-            results = part(handed)
-            for slot, result in zip(outputs, results, strict=True):
-                values[slot] = result
-            results = result = None  # or the last one would outlive its last use by a part
-        return tuple(o.value if isinstance(o, Const) else values[o] for o in self._outputs)

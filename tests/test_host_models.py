@@ -224,3 +224,17 @@ def test_the_whole_model_as_one_graph() -> None:
             x = torch.randn(2, 5, 32)
             same(train(layers, compiled, x), train(layers, lambda x: run(list(layers), x), x))
     assert pgraph.report().captures == 2
+
+
+def test_parts_of_a_graph_that_takes_nothing() -> None:
+    def fn() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(4).cumsum(0) * 2
+        big = torch.nonzero(x > 4)
+        return x.sin() + 1, big.float().sin() + big
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = host(fn, min_ops=1)
+        for _ in range(2):
+            compiled()
+        with launching(2):
+            same(compiled(), fn())
