@@ -12,14 +12,16 @@ the two values                                what it is
 equal, in memory of the framework             a pointer to something that is no argument: refuse *
 equal, anything else                          a constant: never rewritten
 each in its own ghosts, same region + delta   a slot
-the same, but that region is dead by then     left-over bytes in padding: ignored
+the same, but that region is dead by then     left-over bytes in padding: ignored **
 each in its own ghosts, otherwise             ambiguous: refuse *
 one in its ghosts, one in the framework's     ambiguous: refuse *
 both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
 
-Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct.
+Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct. Two stars:
+if a kernel of an op of PyTorch's own is given it. A custom op may use what another one left to it and freed,
+and copies and fills have no padding: refuse.
 
 Note [Left-over addresses]
 Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
@@ -215,7 +217,9 @@ class _Matcher:
         # Program order decides what is alive; a word that names a region already dead (or not
         # yet born) in both captures is left-over padding and must not be given an address.
         if self._dead(self._a, in_a, word.node) and self._dead(self._b, in_b, word.node):
-            return None
+            if word.own and word.record.kind == "kernel":
+                return None
+            raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
         if in_a is not None and in_a == in_b:
             return Slot(word.node, word.offset, *in_a)
         if word.loose and not self._derived(word.node, va, vb):

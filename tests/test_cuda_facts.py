@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from pgraph import optable
+from pgraph.template import NodeRecord, Slot
 
 cuda = pytest.importorskip("pgraph.drivers.cuda", reason="needs cuda-bindings")
+cuda_exec = pytest.importorskip("pgraph.drivers.cuda_exec", reason="needs cuda-bindings")
 
 
 def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
@@ -26,3 +30,22 @@ def test_only_the_memory_efficient_kernel_has_its_seeds_on_the_host() -> None:
     assert optable.HOST_SEEDS < optable.ATTENTION_OPS
     assert all("efficient" in name for name in optable.HOST_SEEDS)
     assert not any("backward" in name for name in optable.HOST_SEEDS)
+
+
+def test_copies_that_no_launch_changes_are_not_sent_elsewhere() -> None:
+    """The anchor is somebody's memory: a node that keeps its parameters must not get that address."""
+    kinds = ("kernel", "memset", "memcpy", "memset")
+    nodes = [NodeRecord(kind, kind, (), bytes(16)) for kind in kinds]
+    slots = [Slot(0, 0, 0, 0), Slot(2, 0, 1, 0), Slot(2, 8, 0, 0), Slot(3, 0, 0, 0)]
+    assert cuda_exec._rebound_copies(nodes, slots) == [2, 3]
+
+
+def test_a_driver_is_not_closed_while_somebody_captures() -> None:
+    driver = cuda.CudaDriver(0)
+    closing = threading.Thread(target=driver.close)
+    with driver.capture_lock():
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -138,7 +138,7 @@ def cases(draw: st.DrawFn, own: bool = True) -> Case:
             elif kind == "slot" and alive:
                 region = draw(st.sampled_from(alive))
                 words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
-            elif kind == "stale" and dead:
+            elif kind == "stale" and dead and i in case.own:
                 olds = [draw(st.sampled_from(dead)) for _ in LOW]
                 words.append(("two", *(bases[c][r] for c, r in enumerate(olds))))
             elif kind == "garbage":

@@ -64,12 +64,15 @@ _CAPTURE_LOCK = threading.RLock()
 class CudaSession(Session):
     """A stream capture under way on pgraph's own stream."""
 
-    def __init__(self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools) -> None:
+    def __init__(
+        self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, shared_history: bool
+    ) -> None:
         self.arena: CudaArena = arena
         library = native.load()
         self._scrub = library.pg_scrub_stack if library is not None else None
         self._stream = stream
         self._pools = pools
+        self._shared_history = shared_history
         self._hidden: list[HiddenAllocation] = []
         self._ended = False
         _check(
@@ -114,6 +117,9 @@ class CudaSession(Session):
 
     def _read_hidden(self) -> list[HiddenAllocation]:
         found = read_trace(self.arena)
+        if self._shared_history and len(found) < self.arena.segments:
+            torch._C._cuda_clearCublasWorkspaces()
+            raise CaptureError(_history_too_short(len(found), self.arena.segments))
         if all(h.freed for h in found):
             return found
         # Held by a tensor of the program (the recorder knows those) or by a library, whose
@@ -164,12 +170,12 @@ class CudaDriver(Driver):
         stream = self._capture_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
-            stack.enter_context(allocator_trace())
+            shared_history = stack.enter_context(allocator_trace())
             stack.enter_context(unlimited(self.device))
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
-            session = CudaSession(arena, stream, pools)
+            session = CudaSession(arena, stream, pools, shared_history)
             try:
                 yield session
             finally:
@@ -179,7 +185,7 @@ class CudaDriver(Driver):
         self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         with torch.cuda.device(self.device):
-            graph.anchor(nodes, self.device.index)
+            graph.anchor(nodes, slots, self.device.index)
             return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
 
     def framework_ranges(self) -> RangeMap | None:
@@ -229,10 +235,11 @@ class CudaDriver(Driver):
             self._ledger.after(*self._peaks())
 
     def close(self) -> None:
-        if self._raw_stream is not None:
-            torch.cuda.synchronize(self.device)
-            _check(cu.cuStreamDestroy(self._raw_stream))
-            self._stream = self._raw_stream = None
+        with self.capture_lock():  # another thread may be capturing
+            if self._raw_stream is not None:
+                torch.cuda.synchronize(self.device)
+                _check(cu.cuStreamDestroy(self._raw_stream))
+                self._stream = self._raw_stream = None
 
     def _capture_stream(self) -> torch.cuda.Stream:
         # Not one of torch's pooled streams: the program may be using any of those.
@@ -258,6 +265,15 @@ def _host_seeds(result: Any) -> Any:
         torch.Tensor,
         lambda t: torch.empty((), dtype=t.dtype) if t.dim() == 0 and t.dtype == torch.int64 else t,
         result,
+    )
+
+
+def _history_too_short(found: int, made: int) -> Reason:
+    return Reason(
+        "history-too-short",
+        f"the allocator's history, which somebody has switched on, kept {found} of {made} allocations",
+        "give torch.cuda.memory._record_memory_history a max_entries of 100,000 or more and "
+        'enabled="all", or switch it on later; then pgraph.reset()',
     )
 
 

@@ -135,14 +135,15 @@ class CudaGraph:
         self.chain = chain
         self._anchored = False
 
-    def anchor(self, nodes: Sequence[NodeRecord], device: int) -> None:
-        """Point the copy and fill nodes at ordinary memory; to be done before anything is instantiated.
+    def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
+        """Point copy and fill nodes with slots at ordinary memory, before anything is instantiated.
 
         Note [Copies are anchored]
         An exec's copy and fill nodes take new addresses only from the context that the old ones had
         when it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none:
         every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
         first, large enough for what they move. It is never used: all slots are written before a launch.
+        A node without slots (an op's own scratch, from outside the framework) stays as it was captured.
 
         Raises:
             CaptureError: the driver does not take it.
@@ -150,9 +151,7 @@ class CudaGraph:
         if self._anchored:
             return
         self._anchored = True
-        moving = [
-            (node, record) for node, record in zip(self.chain, nodes, strict=True) if record.kind != "kernel"
-        ]
+        moving = [(self.chain[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
         if not moving:
             return
         need = max(_moved_bytes(record) for _, record in moving)
@@ -182,6 +181,11 @@ class CudaGraph:
     def __del__(self) -> None:
         if not sys.is_finalizing():
             check(cu.cuGraphDestroy(self.graph))
+
+
+def _rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[int]:
+    """Positions of the copy and fill nodes that are given addresses at a launch."""
+    return sorted({slot.node for slot in slots if nodes[slot.node].kind != "kernel"})
 
 
 def _outside_allocator() -> int:

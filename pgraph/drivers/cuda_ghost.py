@@ -67,6 +67,7 @@ class CudaArena(Arena):
 
     def __init__(self, device: torch.device, layout: int) -> None:
         self._device = device
+        self._direct = 0
         self._access = cu.CUmemAccessDesc()
         prop = cu.CUmemAllocationProp()
         prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -106,7 +107,13 @@ class CudaArena(Arena):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def segments(self) -> int:
+        """How many ranges the caching allocator has been given: each holds one allocation or more."""
+        return int(self.state.count) - self._direct
+
     def take(self, nbytes: int, phase: int = 0) -> int:
+        self._direct += 1
         return self._take(nbytes, 4096, phase % ALIGNMENT)
 
     def segment(self, nbytes: int) -> int:
@@ -274,14 +281,17 @@ def unlimited(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def allocator_trace() -> Iterator[None]:
-    """Have the caching allocator log what it does; the user's own recording goes on untouched."""
+def allocator_trace() -> Iterator[bool]:
+    """Have the caching allocator log what it does; True if it does so already, for the user.
+
+    The user's own recording goes on untouched, and may keep fewer entries than a capture makes.
+    """
     if torch._C._cuda_isHistoryEnabled():
-        yield
+        yield True
         return
     torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
     try:
-        yield
+        yield False
     finally:
         torch.cuda.memory._record_memory_history(None)
 

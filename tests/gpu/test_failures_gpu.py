@@ -22,6 +22,8 @@ from gpu_helpers import (
 )
 from torch import Tensor
 
+import pgraph
+
 pytestmark = pytest.mark.gpu
 
 
@@ -153,3 +155,28 @@ def test_control_torch_graph_after_a_failed_capture(record_property: Callable[[s
     assert "failed as it should" in output, output
     assert "POISONED" in output or "HEALTHY" in output, output
     record_property("torch.cuda.CUDAGraph", output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("entries", [1, 3])
+def test_a_history_that_forgets_is_no_witness(entries: int) -> None:
+    """The allocator's log tells which memory ops use besides their results, if it is whole."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sort((x @ w) * 2, dim=1).values.cumsum(0)
+
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries)
+    try:
+        compiled = compile_pgraph(fn, codegen="aten")
+        for _ in range(4):
+            x, w = randn(300, 128), randn(128, 128)
+            assert same_bits(compiled(x, w), fn(x, w)), explain()
+        (partition,) = partitions()
+        assert partition.stats.reason is not None, explain()
+        assert partition.stats.reason.code == "history-too-short", explain()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    pgraph.reset()
+    for _ in range(4):
+        x, w = randn(300, 128), randn(128, 128)
+        assert same_bits(compiled(x, w), fn(x, w)), explain()
+    assert_launched(2)

@@ -7,6 +7,7 @@ pointers on the device (grouped products) in `test_ops_gpu`, failed captures in 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from torch import Tensor
 from pgraph import capture, drivers, match, runner
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
+cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda_ghost", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda_nodes", reason="needs cuda-bindings")
 
@@ -187,6 +189,78 @@ def test_copy_and_fill_nodes_are_rebound() -> None:
     (template,) = templates()
     moved = {template.nodes[s.node].kind for s in template.slots}
     assert {"kernel", "memcpy"} <= moved, template.render()
+
+
+SCRATCH_BYTES = 1 << 16
+_scratch: list[int] = []  # an address that the framework knows nothing of
+
+
+@torch.library.custom_op("pgraph_gpu::fills_its_own", mutates_args=())
+def fills_its_own(x: Tensor) -> Tensor:
+    (code,) = cu.cuMemsetD8Async(_scratch[0], 7, SCRATCH_BYTES, torch.cuda.current_stream().cuda_stream)
+    assert code == cu.CUresult.CUDA_SUCCESS
+    return x + 1
+
+
+@fills_its_own.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_fill_of_memory_from_elsewhere_stays_where_it_is() -> None:
+    """Hazard 7, other side: a node that no launch changes must not be left pointing at somebody's memory."""
+    code, scratch = cu.cuMemAlloc(SCRATCH_BYTES)
+    assert code == cu.CUresult.CUDA_SUCCESS
+    _scratch[:] = [int(scratch)]
+    # The largest segment that there is, so that the anchor would lie at its start.
+    large = torch.full((1 << 30,), 3, dtype=torch.uint8, device=DEVICE)
+    compiled = compile_pgraph(lambda x: fills_its_own((x + 1).sin()).cos(), codegen="aten")
+    host = (ctypes.c_uint8 * SCRATCH_BYTES)()
+    for i in range(4):
+        cu.cuMemsetD8(_scratch[0], i, SCRATCH_BYTES)
+        x = randn(64, 64)
+        torch.testing.assert_close(compiled(x), ((x + 1).sin() + 1).cos())
+        torch.cuda.synchronize()
+        cu.cuMemcpyDtoH(host, _scratch[0], SCRATCH_BYTES)
+        assert set(host) == {7}, f"call {i}{explain()}"
+        assert bool((large == 3).all()), f"call {i}{explain()}"
+    assert_launched(2)
+    assert "memset" in {node.kind for t in templates() for node in t.nodes}, explain()
+    cu.cuMemFree(scratch)
+
+
+STASH: list[Tensor] = []
+
+
+@torch.library.custom_op("pgraph_gpu::leaves", mutates_args=())
+def leaves(x: Tensor) -> Tensor:
+    kept = torch.empty_like(x)
+    kept.copy_(x * 2)
+    STASH.append(kept)
+    return x + 1
+
+
+@torch.library.custom_op("pgraph_gpu::takes", mutates_args=())
+def takes(x: Tensor) -> Tensor:
+    return x * STASH.pop()
+
+
+for _op in (leaves, takes):
+    _op.register_fake(torch.empty_like)
+
+
+def test_what_one_custom_op_leaves_to_another_is_refused() -> None:
+    """It is freed within the capture, so that nobody keeps it; a launch would read where it was."""
+    compiled = compile_pgraph(lambda x: takes(leaves((x + 1).sin())).cos(), codegen="aten")
+    for _ in range(4):
+        x = randn(64, 64)
+        y = (x + 1).sin()
+        torch.testing.assert_close(compiled(x), ((y + 1) * (y * 2)).cos())
+    torch.cuda.synchronize()
+    (partition,) = partitions()
+    assert partition.stats.reason is not None, explain()
+    assert partition.stats.reason.code == "ambiguous-word", explain()
+    assert not STASH
 
 
 _TWO_RECORDINGS = """
