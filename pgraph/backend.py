@@ -35,6 +35,7 @@ from pgraph.runner import Boxed, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
+from pgraph.strides import keep_strides
 from pgraph.variant import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
 
 __all__ = ["Backend", "backend"]
@@ -222,6 +223,8 @@ def _compile_parts(
             own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
             with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
                 compiled = compile_part(call.module, inputs, fixed)
+            if options.codegen != "aten":
+                compiled = keep_strides(call.module, compiled)
             lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
             watched = _watched(call.module, options, kind, lazy)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))

@@ -35,6 +35,7 @@ __all__ = [
     "donated_inputs",
     "donating",
     "eager_backward",
+    "evaluate",
     "fake_mode_of",
     "forward_mode",
     "generated_namespaces",
@@ -333,6 +334,13 @@ def plain_symbol(size: torch.SymInt) -> str | None:
     """The name of a symbolic number that is a symbol itself, not an expression of others."""
     expression = size.node.expr
     return str(expression) if expression.is_symbol else None
+
+
+def evaluate(size: torch.SymInt, numbers: Mapping[str, int]) -> int | None:
+    """A symbolic number where its symbols have these values; None if one of them has none; 2.11, 2.13."""
+    expression = size.node.expr
+    known = {symbol: numbers.get(str(symbol)) for symbol in expression.free_symbols}
+    return None if None in known.values() else int(expression.subs(known))
 
 
 def symbol_source(size: torch.SymInt) -> str | None:

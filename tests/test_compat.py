@@ -73,6 +73,15 @@ def test_detect_fake_mode() -> None:
     assert compat.fake_mode_of([torch.empty(2)]) is None
 
 
+def test_numbers_for_symbols() -> None:
+    gm = make_fx(lambda x: x.reshape(-1, 2), tracing_mode="symbolic")(torch.randn(6, 5, 2))
+    x = next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder")
+    rows, columns = (compat.plain_symbol(size) for size in x.size()[:2])
+    sizes = [n.meta["val"].size(0) for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    assert compat.evaluate(sizes[-1], {str(rows): 7, str(columns): 3}) == 21
+    assert compat.evaluate(sizes[-1], {str(rows): 7}) is None
+
+
 def test_boxed_code_generation() -> None:
     """One list, emptied by the call; values die after their last use."""
     run = compat.boxed_module(traced())

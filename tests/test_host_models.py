@@ -238,3 +238,36 @@ def test_parts_of_a_graph_that_takes_nothing() -> None:
             compiled()
         with launching(2):
             same(compiled(), fn())
+
+
+def test_normalisation_in_two_types() -> None:
+    """Its statistics come out in a type that no shape rule foretells: such a part runs plainly."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten.native_layer_norm((x + 1).sin(), [16], w, w, 1e-5)
+
+    compiled = host(fn, min_ops=1)
+    for dtype, launches in ((torch.bfloat16, 0), (torch.float32, 3)):
+        before = pgraph.report().launches
+        for _ in range(4):
+            x, w = torch.randn(6, 16, dtype=dtype), torch.randn(16)
+            same(compiled(x, w), fn(x, w))
+        assert pgraph.report().launches - before == launches
+    assert "not-permitted" in str(pgraph.report())
+
+
+def products_of_rows(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.nonzero().float()
+    return rows @ w.softmax(0), rows
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_strides_that_depend_on_data(codegen: str) -> None:
+    """`nonzero` lays out its result column by column; the part that reads it was compiled for that."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = host(products_of_rows, codegen, min_ops=1)
+        for _ in range(4):
+            x, w = torch.randn(4, 4).round(), torch.randn(2, 3)
+            same(compiled(x, w), products_of_rows(x, w), **TIGHT)
+            compiled(torch.zeros(4, 4), w)  # no rows at all
+    assert pgraph.report().launches > 0

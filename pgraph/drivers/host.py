@@ -31,7 +31,17 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from pgraph.compat import lazily
 from pgraph.drivers import faults as fault
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
-from pgraph.drivers.host_nodes import TABLE, KernelCall, OpCall, as_copy, as_fill, encode, refuse_random, run
+from pgraph.drivers.host_nodes import (
+    TABLE,
+    KernelCall,
+    OpCall,
+    as_copy,
+    as_fill,
+    encode,
+    refuse_mixed_norms,
+    refuse_random,
+    run,
+)
 from pgraph.errors import CaptureError, DriverError
 from pgraph.match import RangeMap
 from pgraph.reasons import Reason
@@ -147,6 +157,7 @@ class HostSession(Session):
         if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
             return op(*args, **kwargs)
         refuse_random(op, args, kwargs)
+        refuse_mixed_norms(op, args, kwargs)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         try:
             with self._fake:

@@ -12,11 +12,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compat import lazily
 from pgraph.drivers.base import extent
-from pgraph.errors import CaptureError
+from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord
 
-__all__ = ["TABLE", "KernelCall", "OpCall", "as_copy", "as_fill", "encode", "refuse_random", "run"]
+__all__ = [
+    "TABLE",
+    "KernelCall",
+    "OpCall",
+    "as_copy",
+    "as_fill",
+    "encode",
+    "refuse_mixed_norms",
+    "refuse_random",
+    "run",
+]
 
 aten = torch.ops.aten
 
@@ -47,6 +57,8 @@ class OpCall:
         args, kwargs = tree_unflatten(leaves[:n], self.spec)
         result = tree_flatten(self.op(*args, **kwargs))[0]
         for target, position in zip(leaves[n:], self.positions, strict=True):
+            if result[position].dtype != target.dtype:
+                raise DriverError(f"{self.op} made {result[position].dtype} of what was to be {target.dtype}")
             target.copy_(result[position])
 
 
@@ -146,6 +158,22 @@ def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
             "keep it outside with pgraph.mark_unsafe",
         )
     )
+
+
+def refuse_mixed_norms(op: Any, args: Any, kwargs: Any) -> None:
+    """The statistics have the input's type by PyTorch's rules, and the weights' by its CPU kernels."""
+    if "norm" not in op.overloadpacket.__name__:
+        return
+    tensors = (t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+    found = sorted({str(t.dtype) for t in tensors if t.is_floating_point()})
+    if len(found) > 1:
+        raise CaptureError(
+            Reason(
+                "not-permitted",
+                f"{op} of {' and '.join(found)}: no rule tells which type its results have on a CPU",
+                "give the weights the input's type; on a GPU it is captured as it is",
+            )
+        )
 
 
 def _dense(t: torch.Tensor) -> bool:
