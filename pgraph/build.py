@@ -5,6 +5,7 @@ Each step either succeeds or raises an error with a `Reason`; nothing has run by
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import time
@@ -121,8 +122,42 @@ def _template(
             regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
+    slots = _lend(regions, slots, _workspaces(a, b, returned), a.steps)
     plan = _plan(n, regions, slots, shared, slack_bytes)
     return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
+
+
+def _workspaces(a: Recording, b: Recording, returned: set[int]) -> list[int]:
+    """Regions that a library kept until it was asked for them: nothing else outlives both captures."""
+    pairs = enumerate(zip(a.allocations, b.allocations, strict=True))
+    kept = [i for i, (x, y) in pairs if x.death is None and y.death is None]
+    return [i for i in kept if i >= a.n_inputs and i not in returned]
+
+
+def _lend(
+    regions: list[Region], slots: tuple[Slot, ...], workspaces: Sequence[int], steps: tuple[int, ...]
+) -> tuple[Slot, ...]:
+    """Add to `regions` a workspace for each op that uses one; returns the slots that name them.
+
+    Note [A workspace for each op]
+    A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
+    As one region it would live from the first product to the last, and come on top of what eager needs.
+    """
+    lent: dict[tuple[int, int], int] = {}
+    nodes: dict[int, list[int]] = {}
+    moved = []
+    for slot in slots:
+        if slot.region in workspaces:
+            key = slot.region, bisect.bisect_right(steps, slot.node)
+            if key not in lent:
+                lent[key] = len(regions) + len(lent)
+            slot = dataclasses.replace(slot, region=lent[key])
+            nodes.setdefault(slot.region, []).append(slot.node)
+        moved.append(slot)
+    for (whole, _), index in lent.items():
+        size = regions[whole].nbytes
+        regions.append(Region(index, "temp", size, min(nodes[index]), max(nodes[index]) + 1))
+    return tuple(moved)
 
 
 def _plan(

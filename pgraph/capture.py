@@ -126,6 +126,10 @@ class _Recorder(TorchDispatchMode):
         self._alive = still_alive
         return count
 
+    def steps(self) -> tuple[int, ...]:
+        """Counts of nodes at the boundaries."""
+        return tuple(sorted({count for _, count in self._marks}))
+
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -261,7 +265,9 @@ def _record(
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
-    return Recording(nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.own))
+    return Recording(
+        nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.own), recorder.steps()
+    )
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:

@@ -118,6 +118,7 @@ class Recording:
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
         own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
+        steps: counts of nodes between which one op, or one generated kernel, was recorded; ascending.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -127,6 +128,7 @@ class Recording:
     ghost_range: tuple[int, int]
     graph: Any
     own: frozenset[int] = frozenset()
+    steps: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

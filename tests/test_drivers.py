@@ -113,7 +113,7 @@ def test_closing_drivers_is_not_the_end() -> None:
 def test_living_objects_of_a_class_are_found() -> None:
     """What keeps a capture from freeing another graph's workspace: subclasses count, dead objects do not."""
     pytest.importorskip("cuda.bindings.driver")
-    from pgraph.drivers.cuda import instances
+    from pgraph.drivers.cuda_workspaces import instances
 
     class Base:
         pass

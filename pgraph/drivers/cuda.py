@@ -18,9 +18,7 @@ Note [cuBLAS workspace is a temporary]
 cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
 to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
 workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
-any stream, and not kept. PyTorch can only drop the workspaces of all streams at once (CUDA graph trees
-do so too). Other streams take a new one at their next product, but a CUDA graph that the program
-captured by itself may hold the address of an old one; while such a graph is alive, nothing is captured.
+any stream, and not kept. How they are dropped: `pgraph.drivers.cuda_workspaces`.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import logging
 import pathlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,6 +37,7 @@ from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
 from pgraph import native, optable
+from pgraph.drivers import cuda_workspaces
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.cuda_exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
@@ -104,7 +101,7 @@ class CudaSession(Session):
         self._ended = True
         error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if error != cu.CUresult.CUDA_SUCCESS:
-            torch._C._cuda_clearCublasWorkspaces()
+            cuda_workspaces.drop(self._stream.cuda_stream)
             _clear_last_error()
             raise _lost("the driver ended the capture", error)
         owner = CudaGraph(graph, ())
@@ -118,13 +115,13 @@ class CudaSession(Session):
     def _read_hidden(self) -> list[HiddenAllocation]:
         found = read_trace(self.arena)
         if self._shared_history and len(found) < self.arena.segments:
-            torch._C._cuda_clearCublasWorkspaces()
+            cuda_workspaces.drop(self._stream.cuda_stream)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
         if all(h.freed for h in found):
             return found
         # Held by a tensor of the program (the recorder knows those) or by a library, whose
         # workspaces can be asked back.
-        torch._C._cuda_clearCublasWorkspaces()
+        cuda_workspaces.drop(self._stream.cuda_stream)
         kept = {h.address for h in read_trace(self.arena) if not h.freed}
         return [dataclasses.replace(h, kept=h.address in kept) for h in found]
 
@@ -136,7 +133,7 @@ class CudaSession(Session):
         _, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if graph is not None and int(graph):
             cu.cuGraphDestroy(graph)
-        torch._C._cuda_clearCublasWorkspaces()
+        cuda_workspaces.drop(self._stream.cuda_stream)
         _clear_last_error()
 
 
@@ -166,7 +163,7 @@ class CudaDriver(Driver):
     @contextlib.contextmanager
     def capture(self, arena: Arena) -> Iterator[Session]:
         assert isinstance(arena, CudaArena)
-        _refuse_foreign_graphs()
+        cuda_workspaces.refuse_foreign_graphs()
         stream = self._capture_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
@@ -306,45 +303,6 @@ def _launch_failed(code: int, first: bool) -> None:
         if first:
             raise LaunchError(str(e)) from e
         raise
-
-
-def _refuse_foreign_graphs() -> None:
-    """See Note [cuBLAS workspace is a temporary]. CUDA graph trees' own graphs do not count.
-
-    Raises:
-        CaptureError: the program holds CUDA graphs that it captured by itself.
-    """
-    node = getattr(sys.modules.get("torch._inductor.cudagraph_trees"), "CUDAGraphNode", None)
-    graphs = instances(torch.cuda.CUDAGraph)
-    of_trees = {id(getattr(n, "graph", None)) for n in instances(node)} if graphs and node else set()
-    foreign = sum(id(graph) not in of_trees for graph in graphs)
-    if foreign:
-        raise CaptureError(
-            Reason(
-                "foreign-graphs",
-                f"the program holds {foreign} CUDA graphs of its own, "
-                "whose cuBLAS workspaces a capture would free",
-                "run the compiled model a few times before you capture your own graphs; or drop them and "
-                "call pgraph.reset()",
-            )
-        )
-
-
-def instances(cls: type) -> list[Any]:
-    """All living objects of a class and of its subclasses.
-
-    By the set of their types: a large program holds a million objects, and this is asked at each capture.
-    (isinstance() would also ask weak proxies, whose objects may be gone.)
-    """
-    kinds: set[type] = {cls}
-    fresh: list[type] = [cls]
-    while fresh:
-        below: list[type] = []
-        for known in fresh:
-            below += type.__subclasses__(known)
-        fresh = [kind for kind in below if kind not in kinds]
-        kinds.update(fresh)
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def _clear_last_error() -> None:

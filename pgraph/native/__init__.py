@@ -4,8 +4,9 @@ What pays for it, measured on an H200: setting a kernel node's parameters takes 
 and 0.47-0.70 us from Python. Everything works without it, through the Python path in
 `pgraph.drivers` and `pgraph.launch`; set ``PGRAPH_NATIVE=0`` to force that.
 
-Two sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
-needs Python's headers (`load_call`), as Triton's own launchers do.
+Three sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
+needs Python's headers (`load_call`), as Triton's own launchers do; `pgraph_workspaces.cpp` needs a C++
+compiler and PyTorch's headers (`load_workspaces`), and is the only one that does what Python cannot.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import logging
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -26,7 +28,7 @@ from typing import Any
 
 from pgraph.environment import WORDS
 
-__all__ = ["address_of", "load", "load_call"]
+__all__ = ["address_of", "load", "load_call", "load_workspaces"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,38 @@ def load_call() -> Any | None:
     return module
 
 
+@functools.cache
+def load_workspaces() -> ctypes.CDLL | None:
+    """The library made of `pgraph_workspaces.cpp`; None where `load` gives None, or if it cannot be built."""
+    if load() is None:
+        return None
+    import torch
+
+    root = pathlib.Path(torch.__file__).parent
+    try:
+        header = root / "include" / "ATen" / "cuda" / "CUDAContextLight.h"
+        struct = re.search(r"^struct WorkspaceMapWithMutex \{.*?^\};$", header.read_text(), re.M | re.S)
+        if struct is None:
+            raise OSError(f"{header} declares no WorkspaceMapWithMutex")
+        path = _build(
+            "pgraph_workspaces.cpp",
+            "-std=c++17",
+            f"-I{root / 'include'}",
+            f"-L{root / 'lib'}",
+            "-ltorch_cuda",
+            "-lc10",
+            tag=f"-{torch.__version__}",
+            header=("WORKSPACE_MAP", struct.group()),
+        )
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as e:
+        log.info("captures drop the cuBLAS workspaces of all streams: %s", e)
+        return None
+    library.pg_drop_workspaces.restype = ctypes.c_int64
+    library.pg_drop_workspaces.argtypes = [ctypes.c_void_p]
+    return library
+
+
 def address_of(function: Any) -> int:
     """Address of a C function that `ctypes` found."""
     address = ctypes.cast(function, ctypes.c_void_p).value
@@ -84,22 +118,34 @@ def address_of(function: Any) -> int:
     return address
 
 
-def _build(file: str, *flags: str, tag: str = "") -> pathlib.Path:
+def _build(file: str, *flags: str, tag: str = "", header: tuple[str, str] | None = None) -> pathlib.Path:
+    """The shared library made of a source beside this file; `header`: a macro, and the file that it names."""
     path = _HERE / file
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(path.read_bytes() + repr((flags, header)).encode()).hexdigest()[:16]
     name = f"{path.stem}-{digest}{tag}-{sysconfig.get_platform()}.so"
     target = _cache_dir() / name
     if target.exists():
         return target
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise OSError("no C compiler found")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = pathlib.Path(scratch) / name
-        command = [compiler, "-O2", "-shared", "-fPIC", *flags, "-o", str(built), str(path)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        command = [_compiler(path.suffix), "-O2", "-shared", "-fPIC", "-o", str(built), str(path)]
+        if header is not None:
+            macro, text = header
+            (pathlib.Path(scratch) / "header.h").write_text(text)
+            command += [f'-D{macro}="header.h"', f"-I{scratch}"]
+        subprocess.run([*command, *flags], check=True, capture_output=True, timeout=120)
         os.replace(built, target)  # atomic: two processes may build at the same time
     return target
+
+
+def _compiler(suffix: str) -> str:
+    variable, names = (
+        ("CXX", ("c++", "g++", "clang++")) if suffix == ".cpp" else ("CC", ("cc", "gcc", "clang"))
+    )
+    found = os.environ.get(variable) or next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise OSError(f"no compiler for *{suffix} found")
+    return found
 
 
 def _cache_dir() -> pathlib.Path:

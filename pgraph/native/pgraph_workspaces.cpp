@@ -1,0 +1,50 @@
+/* Drops cuBLAS's workspaces on one stream: see Note [Others' workspaces] in drivers/cuda_workspaces.py.
+ *
+ * WORKSPACE_MAP names a header with `struct WorkspaceMapWithMutex` as this PyTorch declares it: its own
+ * ATen/cuda/CUDAContextLight.h would need all of CUDA's headers. */
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace at::cuda {
+#include WORKSPACE_MAP
+WorkspaceMapWithMutex& cublas_handle_stream_to_workspace();
+WorkspaceMapWithMutex& cublaslt_handle_stream_to_workspace();
+} // namespace at::cuda
+
+namespace {
+
+using Map = decltype(at::cuda::WorkspaceMapWithMutex::map);
+static_assert(std::is_same_v<Map::key_type, std::tuple<void*, void*>>, "(handle, stream)");
+
+int64_t drop(at::cuda::WorkspaceMapWithMutex& held, void* stream)
+{
+    std::vector<Map::mapped_type> gone; /* freed without the lock: the allocator has locks of its own */
+    {
+        std::unique_lock<std::shared_mutex> lock(held.mutex);
+        for (auto it = held.map.begin(); it != held.map.end();) {
+            if (std::get<1>(it->first) == stream) {
+                gone.push_back(std::move(it->second));
+                it = held.map.erase(it);
+            } else {
+                ++it;
+            }
+        }
+    }
+    return static_cast<int64_t>(gone.size());
+}
+
+} // namespace
+
+/* Returns how many there were. */
+extern "C" int64_t pg_drop_workspaces(void* stream)
+{
+    return drop(at::cuda::cublas_handle_stream_to_workspace(), stream) +
+        drop(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
+}

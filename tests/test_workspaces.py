@@ -1,0 +1,64 @@
+"""What a library keeps for all its calls becomes one short-lived temporary for each op."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from pgraph import build, native
+from pgraph.plan import survives
+from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+
+SIZE = 1 << 20
+
+
+def recording(base: int, steps: tuple[int, ...]) -> Recording:
+    """Five nodes; an input, an output, and a workspace that nothing but its library let go."""
+    nodes = tuple(NodeRecord("kernel", f"k{i}", (), bytes(16)) for i in range(5))
+    allocations = (
+        Allocation(base, 64, 0, 4),
+        Allocation(base + 4096, SIZE, 0, None),
+        Allocation(base + (4 << 20), 64, 4, None),
+    )
+    outputs = (OutputSpec(region=2),)
+    return Recording(nodes, allocations, 1, outputs, (base, base + (8 << 20)), None, frozenset(), steps)
+
+
+SLOTS = (Slot(0, 0, 0, 0), Slot(0, 8, 1, 64), Slot(1, 0, 1, 0), Slot(4, 0, 1, 0), Slot(4, 8, 2, 0))
+
+
+def test_each_op_has_a_workspace_of_its_own() -> None:
+    """Nodes 0 and 1 are one op, a reduction that reads what the product left; node 4 is another."""
+    steps = (0, 2, 3, 4, 5)
+    made = build._template(recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0)
+    assert [(r.index, r.kind, r.birth, r.death) for r in made.regions[3:]] == [
+        (3, "temp", 0, 2),
+        (4, "temp", 4, 5),
+    ]
+    assert made.slots == (SLOTS[0], Slot(0, 8, 3, 64), Slot(1, 0, 3, 0), Slot(4, 0, 4, 0), SLOTS[4])
+    assert [r.nbytes for r in made.regions[3:]] == [SIZE, SIZE]
+    assert made.outputs == (OutputSpec(region=2),)
+    assert made.regions[2].death == survives(5)
+    places = [made.plan.location(region) for region in (3, 4)]
+    assert places[0] == places[1], "they are never needed at once"
+
+
+def test_a_workspace_that_is_an_output_stays_whole() -> None:
+    """Memory that a result shares is no workspace, whoever else holds it."""
+    a, b = recording(0, (0, 5)), recording(1 << 40, (0, 5))
+    slots = tuple(s for s in SLOTS if s.region != 1)
+    made = build._template(a, b, slots, frozenset(), [0], 0)
+    assert len(made.regions) == 3
+    assert made.slots == slots
+
+
+def test_the_helper_is_built_where_torch_has_cuda() -> None:
+    if not (pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists():
+        assert native.load_workspaces() is None
+        pytest.skip("this torch has no CUDA")
+    library = native.load_workspaces()
+    if library is None:
+        pytest.skip("no C++ compiler, or PGRAPH_NATIVE=0")
+    assert library.pg_drop_workspaces(0x1234) == 0
