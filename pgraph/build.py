@@ -122,20 +122,18 @@ def _template(
             regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
-    slots = _lend(regions, slots, _workspaces(a, b, returned), a.steps)
+    slots = _lend(regions, slots, _workspaces(a, b), (*a.steps, n))
     plan = _plan(n, regions, slots, shared, slack_bytes)
     return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
 
-def _workspaces(a: Recording, b: Recording, returned: set[int]) -> list[int]:
-    """Regions that a library kept until it was asked for them: nothing else outlives both captures."""
+def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
     pairs = enumerate(zip(a.allocations, b.allocations, strict=True))
-    kept = [i for i, (x, y) in pairs if x.death is None and y.death is None]
-    return [i for i in kept if i >= a.n_inputs and i not in returned]
+    return frozenset(i for i, (x, y) in pairs if x.library and y.library)
 
 
 def _lend(
-    regions: list[Region], slots: tuple[Slot, ...], workspaces: Sequence[int], steps: tuple[int, ...]
+    regions: list[Region], slots: tuple[Slot, ...], workspaces: frozenset[int], steps: tuple[int, ...]
 ) -> tuple[Slot, ...]:
     """Add to `regions` a workspace for each op that uses one; returns the slots that name them.
 
@@ -144,19 +142,15 @@ def _lend(
     As one region it would live from the first product to the last, and come on top of what eager needs.
     """
     lent: dict[tuple[int, int], int] = {}
-    nodes: dict[int, list[int]] = {}
     moved = []
     for slot in slots:
         if slot.region in workspaces:
             key = slot.region, bisect.bisect_right(steps, slot.node)
-            if key not in lent:
-                lent[key] = len(regions) + len(lent)
-            slot = dataclasses.replace(slot, region=lent[key])
-            nodes.setdefault(slot.region, []).append(slot.node)
+            slot = dataclasses.replace(slot, region=lent.setdefault(key, len(regions) + len(lent)))
         moved.append(slot)
-    for (whole, _), index in lent.items():
-        size = regions[whole].nbytes
-        regions.append(Region(index, "temp", size, min(nodes[index]), max(nodes[index]) + 1))
+    for (whole, step), index in lent.items():
+        birth, death = steps[step - 1] if step else 0, steps[step]
+        regions.append(Region(index, "temp", regions[whole].nbytes, birth, death))
     return tuple(moved)
 
 

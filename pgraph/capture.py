@@ -50,6 +50,7 @@ class _Range:
     slack: int
     owner: StorageWeakRef | None
     death: int | None = None
+    library: bool = False
 
 
 class _Recorder(TorchDispatchMode):
@@ -189,7 +190,8 @@ class _Recorder(TorchDispatchMode):
             k = bisect.bisect_right(positions, h.address) - 1
             birth = self._marks[max(k, 0)][1]
             death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
-            self.ranges.append(_Range(h.address, h.nbytes, birth, 0, None, death))
+            # Kept until just now, and by no tensor: a library's workspace.
+            self.ranges.append(_Range(h.address, h.nbytes, birth, 0, None, death, library=not h.freed))
 
 
 def record(
@@ -263,7 +265,7 @@ def _record(
     specs = _output_specs(results, recorder, moved, ranges)
     del results
     recorder.all_gone()
-    allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack) for r in ranges)
+    allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack, r.library) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
     return Recording(
         nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.own), recorder.steps()
@@ -289,6 +291,7 @@ def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]
                 ends = (last.death, r.death)
                 last.death = None if None in ends else max(e for e in ends if e is not None)
                 last.slack = 0
+                last.library = last.library and r.library  # a tensor's bytes are meant to last
                 merged[-1][1].append(i)
                 continue
         merged.append((dataclasses.replace(r), [i]))

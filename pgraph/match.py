@@ -33,7 +33,7 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
   within real memory, or is a ghost in one capture only.
 * A pointer is computed from a range that is alive, so it lies as far from that range in both captures. The
   arenas leave different gaps, so for other words no range does.
-* Between calls they keep no device memory, save what is dropped before a capture (workspaces of cuBLAS) or
+* Between calls they keep no device memory, save workspaces of cuBLAS (a capture has its own) or what is
   refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a buffer, a kernel
   would get the address at which it begins: such a word is refused, one that points inside a block is not.
   The kernels that leave most of their tables unfilled take no such buffer (`OPERAND_KERNELS` there); they are

@@ -60,6 +60,7 @@ class Allocation:
         death: count of nodes recorded when it was seen dead; None if it outlived the capture.
         slack: bytes on either side that belong to nobody else (pointers before the start or past
             the end still mean this range).
+        library: a library kept it to the end, and gave it back when asked.
     """
 
     address: int
@@ -67,6 +68,7 @@ class Allocation:
     birth: int
     death: int | None
     slack: int = 0
+    library: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class CudaSession(Session):
         self._ended = True
         error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if error != cu.CUresult.CUDA_SUCCESS:
-            cuda_workspaces.drop(self._stream.cuda_stream)
+            cuda_workspaces.drop(self._stream.cuda_stream, self.arena)
             _clear_last_error()
             raise _lost("the driver ended the capture", error)
         owner = CudaGraph(graph, ())
@@ -115,13 +115,13 @@ class CudaSession(Session):
     def _read_hidden(self) -> list[HiddenAllocation]:
         found = read_trace(self.arena)
         if self._shared_history and len(found) < self.arena.segments:
-            cuda_workspaces.drop(self._stream.cuda_stream)
+            cuda_workspaces.drop(self._stream.cuda_stream, self.arena)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
         if all(h.freed for h in found):
             return found
         # Held by a tensor of the program (the recorder knows those) or by a library, whose
         # workspaces can be asked back.
-        cuda_workspaces.drop(self._stream.cuda_stream)
+        cuda_workspaces.drop(self._stream.cuda_stream, self.arena)
         kept = {h.address for h in read_trace(self.arena) if not h.freed}
         return [dataclasses.replace(h, kept=h.address in kept) for h in found]
 
@@ -133,7 +133,7 @@ class CudaSession(Session):
         _, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if graph is not None and int(graph):
             cu.cuGraphDestroy(graph)
-        cuda_workspaces.drop(self._stream.cuda_stream)
+        cuda_workspaces.drop(self._stream.cuda_stream, self.arena)
         _clear_last_error()
 
 

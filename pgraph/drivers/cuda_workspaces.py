@@ -5,7 +5,7 @@ PyTorch keeps cuBLAS's workspaces, one per handle and stream, and its Python int
 all streams at once (CUDA graph trees do so). That harms others twice. They take new ones at their next
 product, wherever the allocator's cache has room: often inside a block of gigabytes, which then nobody gets
 whole again. And a CUDA graph that the program captured by itself may hold the address of an old one.
-So a small helper drops those of the capture's stream only. It needs a C++ compiler; without one all are
+So a small helper drops those of the capture only. It needs a C++ compiler; without one all are
 dropped, and while a graph of the program's own is alive, nothing is captured.
 """
 
@@ -18,19 +18,24 @@ from typing import Any
 import torch
 
 from pgraph import native
+from pgraph.drivers.base import Arena
 from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
 
 __all__ = ["drop", "instances", "refuse_foreign_graphs"]
 
 
-def drop(stream: int) -> None:
-    """Free the workspaces that products on this stream took, or all of them if that cannot be told."""
+def drop(stream: int, arena: Arena) -> None:
+    """Free the workspaces that products on this stream took, or all of them if that cannot be told.
+
+    Those in the arena are among them, whatever their stream: an op may use streams of its own, and whoever
+    had a product there later would find an address that is no memory any more.
+    """
     library = native.load_workspaces()
     if library is None:
         torch._C._cuda_clearCublasWorkspaces()
     else:
-        library.pg_drop_workspaces(stream)
+        library.pg_drop_workspaces(stream, arena.low, arena.high)
 
 
 def refuse_foreign_graphs() -> None:

@@ -107,7 +107,7 @@ def load_workspaces() -> ctypes.CDLL | None:
         log.info("captures drop the cuBLAS workspaces of all streams: %s", e)
         return None
     library.pg_drop_workspaces.restype = ctypes.c_int64
-    library.pg_drop_workspaces.argtypes = [ctypes.c_void_p]
+    library.pg_drop_workspaces.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
     return library
 
 

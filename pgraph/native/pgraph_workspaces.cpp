@@ -23,13 +23,18 @@ namespace {
 using Map = decltype(at::cuda::WorkspaceMapWithMutex::map);
 static_assert(std::is_same_v<Map::key_type, std::tuple<void*, void*>>, "(handle, stream)");
 
-int64_t drop(at::cuda::WorkspaceMapWithMutex& held, void* stream)
+/* What an entry holds: the memory, or (2.13) the memory and its size. */
+uint64_t address(const at::DataPtr& memory) { return reinterpret_cast<uint64_t>(memory.get()); }
+uint64_t address(const std::pair<at::DataPtr, size_t>& sized) { return address(sized.first); }
+
+int64_t drop(at::cuda::WorkspaceMapWithMutex& held, void* stream, uint64_t low, uint64_t high)
 {
     std::vector<Map::mapped_type> gone; /* freed without the lock: the allocator has locks of its own */
     {
         std::unique_lock<std::shared_mutex> lock(held.mutex);
         for (auto it = held.map.begin(); it != held.map.end();) {
-            if (std::get<1>(it->first) == stream) {
+            const uint64_t at = address(it->second);
+            if (std::get<1>(it->first) == stream || (low <= at && at < high)) {
                 gone.push_back(std::move(it->second));
                 it = held.map.erase(it);
             } else {
@@ -42,9 +47,9 @@ int64_t drop(at::cuda::WorkspaceMapWithMutex& held, void* stream)
 
 } // namespace
 
-/* Returns how many there were. */
-extern "C" int64_t pg_drop_workspaces(void* stream)
+/* Those of the stream, and those in [low, high), whatever their stream; returns how many there were. */
+extern "C" int64_t pg_drop_workspaces(void* stream, uint64_t low, uint64_t high)
 {
-    return drop(at::cuda::cublas_handle_stream_to_workspace(), stream) +
-        drop(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
+    return drop(at::cuda::cublas_handle_stream_to_workspace(), stream, low, high) +
+        drop(at::cuda::cublaslt_handle_stream_to_workspace(), stream, low, high);
 }

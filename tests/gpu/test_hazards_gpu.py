@@ -268,7 +268,7 @@ import os, sys, torch
 from pgraph import capture, drivers
 if sys.argv[1:] == ["uncured"]:
     from pgraph.drivers import cuda_workspaces
-    cuda_workspaces.drop = lambda stream: None
+    cuda_workspaces.drop = lambda stream, arena: None
 driver = drivers._get(torch.device("cuda", 0))
 inputs = [torch.randn(64, 65536, device="cuda").bfloat16(), torch.randn(65536, 64, device="cuda").bfloat16()]
 def fn(args):

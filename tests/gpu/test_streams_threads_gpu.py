@@ -333,3 +333,48 @@ def test_others_keep_their_workspaces() -> None:
         compiled(x, w).sum().backward()
     assert_launched(2)
     assert _workspaces() == before
+
+
+def _product_elsewhere(x: Tensor, *, joined: bool = True, fails: bool = False) -> Tensor:
+    """A product on a stream that nobody has used, one after the other or side by side."""
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    beside = None if joined else x @ x
+    with torch.cuda.stream(side):
+        y = x @ x
+    if fails and torch.cuda.is_current_stream_capturing():
+        raise ValueError("after the product")
+    here.wait_stream(side)
+    return y if beside is None else y + beside
+
+
+BODIES = {
+    "in_turn": _product_elsewhere,
+    "side_by_side": lambda x: _product_elsewhere(x, joined=False),
+    "fails": lambda x: _product_elsewhere(x, fails=True),
+}
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_a_product_on_a_stream_of_the_ops_own(name: str) -> None:
+    """cuBLAS takes a workspace there, too: a ghost that PyTorch must not remember."""
+
+    def body(x: Tensor) -> Tensor:
+        return BODIES[name](x)
+
+    op = torch.library.custom_op(f"pgraph_gpu::elsewhere_{name}", body, mutates_args=())
+    op.register_fake(torch.empty_like)
+    compiled = compile_pgraph(lambda x: op((x + 1).sin()).cos(), codegen="aten")
+    for _ in range(4):
+        x = randn(128, 128)
+        assert same_bits(compiled(x), body((x + 1).sin()).cos()), explain()
+    a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    expected = a @ b
+    for _ in range(64):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = a @ b
+        torch.cuda.current_stream().wait_stream(side)
+        assert same_bits(y, expected)
+    torch.cuda.synchronize()
