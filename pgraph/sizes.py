@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 
 from pgraph import compat
 
-__all__ = ["Dimension", "Sizes", "dimensions"]
+__all__ = ["Dimension", "Sizes", "dimensions", "symbols_in"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dimension:
-    """A size that may differ from call to call, and where a part's arguments tell it.
+    """A size that may differ from call to call, and where a part's arguments (or results) tell it.
 
     Args:
         label: in the user's words, e.g. ``"dimension 0 of x"``.
@@ -40,10 +40,14 @@ class Dimension:
 
 def dimensions(module: GraphModule) -> tuple[Dimension, ...]:
     """The plain symbols among the sizes of a module's inputs, each once."""
-    found: dict[str, Dimension] = {}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     # What nothing reads (a generator's state that is not needed) may be of any size.
-    values = [node.meta.get("val") if node.users else None for node in placeholders]
+    return tuple(symbols_in([node.meta.get("val") if node.users else None for node in placeholders]).values())
+
+
+def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
+    """The plain symbols among traced numbers and sizes of tensors, by name: where each is told first."""
+    found: dict[str, Dimension] = {}
     for position, value in enumerate(values):
         if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
             found.setdefault(name, Dimension(_label(value, name), position, None))
@@ -52,7 +56,7 @@ def dimensions(module: GraphModule) -> tuple[Dimension, ...]:
             for dim, size in enumerate(value.size()):
                 if isinstance(size, torch.SymInt) and (name := compat.plain_symbol(size)):
                     found.setdefault(name, Dimension(_label(size, name), position, dim))
-    return tuple(found.values())
+    return found
 
 
 def _label(size: torch.SymInt, name: str) -> str:

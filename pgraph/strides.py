@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,23 +10,11 @@ from torch.fx import GraphModule
 
 from pgraph import compat
 from pgraph.nodes import unbacked
+from pgraph.sizes import symbols_in
 
 __all__ = ["keep_strides"]
 
 _Code = Callable[[list[Any]], Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the value of a symbol can be read: an argument or a result, or one of its sizes."""
-
-    symbol: str
-    position: int
-    dim: int | None
-
-    def read(self, values: Sequence[Any]) -> int:
-        value = values[self.position]
-        return int(value if self.dim is None else value.size(self.dim))
 
 
 def keep_strides(module: GraphModule, code: _Code) -> _Code:
@@ -53,12 +40,12 @@ def keep_strides(module: GraphModule, code: _Code) -> _Code:
     }
     if not promised:
         return code
-    before, after = tuple(_places(inputs)), tuple(_places(outputs))
+    before, after = symbols_in(inputs), symbols_in(outputs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
-        numbers = {place.symbol: place.read(args) for place in before}
+        numbers = {symbol: place.of(args) for symbol, place in before.items()}
         results = list(code(args))
-        numbers |= {place.symbol: place.read(results) for place in after}
+        numbers |= {symbol: place.of(results) for symbol, place in after.items()}
         for position, strides in promised.items():
             wanted = [s if isinstance(s, int) else compat.evaluate(s, numbers) for s in strides]
             tensor = results[position]
@@ -67,13 +54,3 @@ def keep_strides(module: GraphModule, code: _Code) -> _Code:
         return tuple(results)
 
     return run
-
-
-def _places(values: Sequence[Any]) -> Iterator[_Place]:
-    for position, value in enumerate(values):
-        if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
-            yield _Place(name, position, None)
-        elif isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.size()):
-                if isinstance(size, torch.SymInt) and (name := compat.plain_symbol(size)):
-                    yield _Place(name, position, dim)
