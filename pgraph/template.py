@@ -120,7 +120,8 @@ class Recording:
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
         own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
-        steps: counts of nodes between which one op, or one generated kernel, was recorded; ascending.
+        steps: counts of nodes at which an op began or ended; ascending. Between two of them lie the nodes of
+            one op, or of generated kernels.
     """
 
     nodes: tuple[NodeRecord, ...]

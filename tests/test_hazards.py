@@ -18,7 +18,7 @@ from pgraph import build, capture, runner
 from pgraph.drivers import host as host_driver
 from pgraph.drivers.base import HiddenAllocation
 from pgraph.drivers.faults import HostFaults, inject
-from pgraph.template import Slot, Template
+from pgraph.template import Template
 
 N = 16
 SIZE = 4 * N * N  # bytes of a matrix: more than the planner's granule, so that overflow is overflow
@@ -162,10 +162,10 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
         self._add("memset", "workspace", (0xA5, SIZE), [workspace])
         self._add("kernel", name, (call, codes, "table"), [table])
 
-    def by_last_visible_use(a: Any, b: Any, slots: tuple[Slot, ...], kept: Any, slack: int) -> Template:
-        template = honest(a, b, slots, kept, slack)
+    def by_last_visible_use(a: Any, b: Any, slots: Any, kept: Any, shared: Any, slack: int) -> Template:
+        template = honest(a, b, slots, kept, shared, slack)
         seen: dict[int, list[int]] = {}
-        for s in slots:
+        for s in template.slots:
             seen.setdefault(s.region, []).append(s.node)
         regions = tuple(
             dataclasses.replace(r, birth=min(seen[r.index]), death=max(seen[r.index]) + 1)
@@ -173,7 +173,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             else r
             for r in template.regions
         )
-        plan = build._plan(len(template.nodes), regions, slots, slack)
+        plan = build._plan(len(template.nodes), regions, template.slots, shared, slack)
         return dataclasses.replace(template, regions=regions, plan=plan)
 
     honest = build._template

@@ -289,6 +289,32 @@ def test_no_compiler_is_no_error(
     assert list((tmp_path / "pgraph").iterdir()) == [], "nothing half-built stays"
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_what_the_compiler_says_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper = tmp_path / "wrapped"
+    wrapper.write_text("#!/bin/sh\necho no licence for $1 >&2\nexit 3\n")
+    wrapper.chmod(0o755)
+    monkeypatch.delenv("PGRAPH_NATIVE", raising=False)
+    monkeypatch.setenv("CC", f"{wrapper} cc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level("INFO", "pgraph.native"):
+        assert native.load() is None
+    assert "no licence for cc" in caplog.text
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_compiler_may_be_a_command_with_arguments(
+    library: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("CC", "env LC_ALL=C cc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.load.cache_clear()
+    assert native.load() is not None
+    assert list((tmp_path / "pgraph").glob("*.so"))
+
+
 def test_two_processes_may_build_at_once(library: Any, tmp_path: pathlib.Path) -> None:
     code = "from pgraph import native; assert native.load() is not None"
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

@@ -5,8 +5,8 @@ PyTorch keeps cuBLAS's workspaces, one per handle and stream, and its Python int
 all streams at once (CUDA graph trees do so). That harms others twice. They take new ones at their next
 product, wherever the allocator's cache has room: often inside a block of gigabytes, which then nobody gets
 whole again. And a CUDA graph that the program captured by itself may hold the address of an old one.
-So a small helper drops those of the capture only. It needs a C++ compiler; without one all are
-dropped, and while a graph of the program's own is alive, nothing is captured.
+So a small helper drops those of the capture only. It needs compilers for C and C++; without it, as with
+``PGRAPH_NATIVE=0``, all are dropped, and while a graph of the program's own is alive, nothing is captured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refuse_foreign_graphs() -> None:
                 f"the program holds {foreign} CUDA graphs of its own, "
                 "whose cuBLAS workspaces a capture would free",
                 "run the compiled model a few times before you capture your own graphs; or drop them and "
-                "call pgraph.reset(); with a C++ compiler none would be freed",
+                "call pgraph.reset(); with pgraph's native helper (it needs gcc and g++) none would be freed",
             )
         )
 

@@ -1,12 +1,13 @@
 """The optional native helper: built on first use with the machine's C compiler, else None.
 
 What pays for it, measured on an H200: setting a kernel node's parameters takes 0.11-0.13 us from C
-and 0.47-0.70 us from Python. Everything works without it, through the Python path in
+and 0.47-0.70 us from Python. Launches work without it, through the Python path in
 `pgraph.drivers` and `pgraph.launch`; set ``PGRAPH_NATIVE=0`` to force that.
 
 Three sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
 needs Python's headers (`load_call`), as Triton's own launchers do; `pgraph_workspaces.cpp` needs a C++
-compiler and PyTorch's headers (`load_workspaces`), and is the only one that does what Python cannot.
+compiler and PyTorch's headers (`load_workspaces`). That one does what Python cannot: what becomes of
+captures without it is told in Note [Others' workspaces].
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -128,24 +130,26 @@ def _build(file: str, *flags: str, tag: str = "", header: tuple[str, str] | None
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = pathlib.Path(scratch) / name
-        command = [_compiler(path.suffix), "-O2", "-shared", "-fPIC", "-o", str(built), str(path)]
+        command = [*_compiler(path.suffix), "-O2", "-shared", "-fPIC", "-o", str(built), str(path)]
         if header is not None:
             macro, text = header
             (pathlib.Path(scratch) / "header.h").write_text(text)
             command += [f'-D{macro}="header.h"', f"-I{scratch}"]
-        subprocess.run([*command, *flags], check=True, capture_output=True, timeout=120)
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise OSError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:] or done.returncode}")
         os.replace(built, target)  # atomic: two processes may build at the same time
     return target
 
 
-def _compiler(suffix: str) -> str:
+def _compiler(suffix: str) -> list[str]:
     variable, names = (
         ("CXX", ("c++", "g++", "clang++")) if suffix == ".cpp" else ("CC", ("cc", "gcc", "clang"))
     )
     found = os.environ.get(variable) or next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
         raise OSError(f"no compiler for *{suffix} found")
-    return found
+    return shlex.split(found)  # "ccache g++" is a common value
 
 
 def _cache_dir() -> pathlib.Path:

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
