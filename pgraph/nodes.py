@@ -32,6 +32,7 @@ __all__ = [
     "is_neutral",
     "is_own",
     "is_structural",
+    "is_token",
     "op_name",
     "op_of",
     "output_values",
@@ -110,6 +111,13 @@ def is_getitem(node: Node) -> bool:
         and getattr(node.target, "__name__", None) == "getitem"
         and not isinstance(node.target, (OpOverload, HigherOrderOperator))
     )
+
+
+def is_token(node: Node) -> bool:
+    """Whether the node's value only orders side effects: nothing is computed from it."""
+    if is_getitem(node) and node.args[1] == 0 and isinstance(node.args[0], Node):
+        return op_name(node.args[0].target) == "higher_order::with_effects"
+    return op_name(node.target) == "prims::_make_token"
 
 
 def op_of(node: Node) -> Any:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pgraph import optable
 from pgraph.errors import PgraphError
-from pgraph.nodes import is_getitem, is_neutral, is_structural, op_name, output_values, symbols
+from pgraph.nodes import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
 from pgraph.reasons import Reason
 
 __all__ = ["Call", "Const", "Part", "SplitPlan", "extract", "scan"]
@@ -275,11 +275,16 @@ def _whole(gm: GraphModule, part: Part, n_inputs: int, n_outputs: int) -> SplitP
 
 
 def _reads(part: Part, owner: dict[Node, int], placeholders: Iterable[Node]) -> list[Node]:
-    """What the part takes from outside: plain symbols first, then values in order of first use."""
+    """What the part takes from outside: plain symbols first, then values in order of first use.
+
+    Note [Tokens stay at home]
+    Ordered effects hand a token on, which Inductor lowers to nothing: no part can return it. Parts run in
+    the order of the program anyway, so each one begins with a token of its own.
+    """
     direct: dict[Node, None] = {}
     for node in part.nodes:
         for source in node.all_input_nodes:
-            if source.op != "get_attr" and owner.get(source) != part.index:
+            if source.op != "get_attr" and owner.get(source) != part.index and not is_token(source):
                 direct[source] = None
     needed: set[Any] = set()
     for node in (*direct, *part.nodes):
@@ -313,6 +318,9 @@ def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in made:
                 made[source] = graph.node_copy(source)
+            elif source not in made and is_token(source):  # see Note [Tokens stay at home]
+                made[source] = graph.call_function(torch.ops.prims._make_token.default)
+                made[source].meta = copy.copy(source.meta)
         made[node] = graph.node_copy(node, made.__getitem__)
     output = graph.output(tuple(made[node] for node in outputs))
     # Whoever takes these values, a later part or the backward, was promised the strides in `val`.

@@ -1,0 +1,70 @@
+"""Ops with ordered side effects run plainly and in order; what surrounds them is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import TIGHT, host, launching, same
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+LIBRARY = torch.library.Library("pgraph_effects", "DEF")
+LIBRARY.define("note(Tensor x, int at) -> Tensor")
+SEEN: list[int] = []
+
+
+def _note(x: Tensor, at: int) -> Tensor:
+    SEEN.append(at)
+    return x.clone()
+
+
+LIBRARY.impl("note", _note, "CPU")
+LIBRARY.impl("note", lambda x, at: torch.empty_like(x), "Meta")
+note = torch.ops.pgraph_effects.note
+_register_effectful_op(note.default, _EffectType.ORDERED)
+
+
+@pytest.fixture(autouse=True)
+def _unseen() -> Iterator[None]:
+    SEEN.clear()
+    yield
+    SEEN.clear()
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_effects_keep_their_order_and_number(codegen: str, times: int) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2 + 1
+        for at in range(times):
+            y = note(y, at).sin() * 3
+        return y.cos()
+
+    compiled = host(fn, codegen)
+    with launching(times + 1):
+        for _ in range(5):
+            x = torch.randn(4)
+            SEEN.clear()
+            got = compiled(x)
+            assert list(range(times)) == SEEN
+            same(got, fn(x), **TIGHT)
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_an_effect_beside_a_backward(codegen: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sin()
+        return note(y.detach(), 7).cos() * y.exp()
+
+    compiled = host(fn, codegen)
+    for call in range(4):
+        x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+        mine = compiled(x, w)
+        (got,) = torch.autograd.grad(mine.sum(), w)
+        assert [7] * (call + 1) == SEEN
+        theirs = (y := (x @ w).sin()).cos().detach() * y.exp()
+        (want,) = torch.autograd.grad(theirs.sum(), w)
+        same(mine.detach(), theirs.detach(), **TIGHT)
+        same(got, want, **TIGHT)
