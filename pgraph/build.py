@@ -74,6 +74,7 @@ def build(
             first,
             second,
             framework=driver.framework_ranges(),
+            workspaces=driver.workspaces(),
             constants=RangeMap([_storage(t) for t in constants]),
         )
         shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])

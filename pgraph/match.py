@@ -33,11 +33,12 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
   within real memory, or is a ghost in one capture only.
 * A pointer is computed from a range that is alive, so it lies as far from that range in both captures. The
   arenas leave different gaps, so for other words no range does.
-* Between calls they keep no device memory, save workspaces of cuBLAS (a capture has its own) or what is
-  refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a buffer, a kernel
-  would get the address at which it begins: such a word is refused, one that points inside a block is not.
-  The kernels that leave most of their tables unfilled take no such buffer (`OPERAND_KERNELS` there); they are
-  not refused, for the framework's memory often begins where the lower half of an address is zero.
+* Between calls they keep no device memory, save workspaces of cuBLAS (a capture is given its own and no
+  other) or what is refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a
+  buffer, a kernel would get the address at which it begins: such a word is refused, one that points inside a
+  block is not. Kernels that leave most of a table unfilled, or mix addresses with numbers of half their size,
+  take no such buffer (`OPERAND_KERNELS` and `ATTENTION_KERNELS` there); they are not refused, for the
+  framework's memory often begins where the lower half of an address is zero.
 
 A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
@@ -54,7 +55,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import MatchError
-from pgraph.optable import OPERAND_KERNELS
+from pgraph.optable import ATTENTION_KERNELS, OPERAND_KERNELS
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
 
@@ -62,7 +63,9 @@ __all__ = ["RangeMap", "match"]
 
 _PLAIN = (int, float, bool, str, complex)
 # As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
-_OPERAND_KERNEL = re.compile(rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I")
+_OPERAND_KERNEL = re.compile(
+    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
+)
 _RERUN = (
     "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
 )
@@ -95,6 +98,7 @@ def match(
     b: Recording,
     *,
     framework: RangeMap | None = None,
+    workspaces: frozenset[int] = frozenset(),
     constants: RangeMap | None = None,
 ) -> tuple[Slot, ...]:
     """All slots of two captures of the same partition.
@@ -104,6 +108,7 @@ def match(
         b: second capture, on ghost addresses disjoint from the first one's.
         framework: device memory that the framework's allocator holds; a word that points there
             without being a slot is a pointer to something that is not an argument.
+        workspaces: first bytes of ranges in `framework` that libraries keep for other streams.
         constants: ranges in `framework` that live as long as the template (the partition's own
             constant tensors): words pointing there are legitimate constants.
 
@@ -111,7 +116,7 @@ def match(
         MatchError: the captures differ in more than addresses, or a word is ambiguous.
     """
     _same_structure(a, b)
-    matcher = _Matcher(a, b, framework, constants)
+    matcher = _Matcher(a, b, framework, workspaces, constants)
     return tuple(
         slot
         for index, (node_a, node_b) in enumerate(zip(a.nodes, b.nodes, strict=True))
@@ -166,11 +171,17 @@ class _Word(NamedTuple):
 
 class _Matcher:
     def __init__(
-        self, a: Recording, b: Recording, framework: RangeMap | None, constants: RangeMap | None
+        self,
+        a: Recording,
+        b: Recording,
+        framework: RangeMap | None,
+        workspaces: frozenset[int],
+        constants: RangeMap | None,
     ) -> None:
         self._a, self._b = a, b
         self._map_a, self._map_b = _region_map(a.allocations), _region_map(b.allocations)
         self._framework = framework
+        self._workspaces = workspaces
         self._constants = constants
         self._own = a.own & b.own
 
@@ -191,13 +202,16 @@ class _Matcher:
 
     def _constant(self, word: _Word, value: int) -> None:
         found = self._in_framework(value)
-        if found is None or (word.loose and (found[1] or _OPERAND_KERNEL.match(word.record.name))):
+        if found is None or (word.loose and not self._may_be_a_buffer(word, value, found[1])):
             return
         if self._constants is not None and self._constants.find(value) is not None:
             return
         raise _refuse(
             "hidden-pointer", f"{word} points to device memory that is not an argument ({value:#x})"
         )
+
+    def _may_be_a_buffer(self, word: _Word, value: int, offset: int) -> bool:
+        return not (offset or value in self._workspaces or _OPERAND_KERNEL.match(word.record.name))
 
     def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
         ghost_a, ghost_b = _within(va, self._a.ghost_range), _within(vb, self._b.ghost_range)

@@ -214,3 +214,11 @@ OPERAND_KERNELS: Final = (
     "CatArrayBatchedCopy_vectorized",
     "multi_tensor_apply_kernel",
 )
+
+# PyTorch's memory-efficient attention, forward and backward. Its struct mixes pointers to operands with
+# numbers of four bytes, beside which half a word is left as it was. A random generator's state is among the
+# operands only with dropout, which is refused.
+ATTENTION_KERNELS: Final = (
+    r"fmha_cutlassF_\w+?N22PyTorchMemEffAttention",
+    r"fmha_cutlassB_\w+?N22PyTorchMemEffAttention",
+)

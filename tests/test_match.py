@@ -202,6 +202,16 @@ BROADCAST = "_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_implI
         ("_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfEEEEvT1_", True),
         ("_ZN2at6native12_GLOBAL__N_119CatArrayBatchedCopyINS1_10OpaqueTypeILj4EEEEEvPT_", True),
         ("_ZN2at6native40_GLOBAL__N__7c47464f_8_Shape_cu_49f7391c26CatArrayBatchedCopy_contigIfEEvPT_", True),
+        (
+            "_Z39fmha_cutlassF_f32_aligned_64x64_rf_sm80N22PyTorchMemEffAttention15AttentionKernelIfN7cutlass"
+            "4arch4Sm80ELb1ELi64ELi64ELi64ELb1ELb1EE6ParamsE",
+            True,
+        ),
+        (
+            "_Z40fmha_cutlassB_f32_aligned_64x64_k32_sm80N22PyTorchMemEffAttention23AttentionBackwardKernelI"
+            "N7cutlass4arch4Sm80EfLb1ELb0ELb0ELi64ELi64ELi32ELb0EE6ParamsE",
+            True,
+        ),
         # A random generator's state is no operand.
         ("_ZN2at6native43distribution_elementwise_grid_stride_kernelIfLi4EEEvlNS_15PhiloxCudaStateE", False),
         ("_ZN5other18elementwise_kernelIfEEvT_", False),
@@ -219,6 +229,22 @@ def test_where_a_block_begins_some_kernels_point_for_operands_only(name: str, le
     for change in ({"own": False}, {"until": 8}) if left_over else ({},):
         with pytest.raises(MatchError, match=r"hidden-pointer.*word 8 of node 0"):
             match(loose(a, **change), loose(b, **change), framework=outside())
+
+
+@pytest.mark.parametrize("kernel", ["gemm", BROADCAST])
+def test_no_kernel_is_given_the_workspace_of_another_stream(kernel: str) -> None:
+    a, b = (
+        dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], name=kernel),))
+        for r in pair((3, FRAMEWORK), (3, FRAMEWORK))
+    )
+    known = frozenset({FRAMEWORK})
+    assert match(loose(a), loose(b), framework=outside(), workspaces=known) == ()
+    for change in (
+        {"own": False},
+        {"until": 8},
+    ):  # here it may be: a custom op's own stream, its own use of it
+        with pytest.raises(MatchError, match=r"hidden-pointer.*word 8 of node 0"):
+            match(loose(a, **change), loose(b, **change), framework=outside(), workspaces=known)
 
 
 def test_slots_are_found_among_padding() -> None:

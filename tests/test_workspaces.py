@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pgraph import build, native
+from pgraph.drivers import cuda_workspaces
 from pgraph.drivers.host import HostDriver
 from pgraph.launch import Launcher
 from pgraph.plan import survives
@@ -56,6 +57,7 @@ def test_the_helper_is_built_where_torch_has_cuda() -> None:
     if library is None:
         pytest.skip("no C++ compiler, or PGRAPH_NATIVE=0")
     assert library.pg_drop_workspaces(0x1234, 0, 0) == 0
+    assert cuda_workspaces.kept() == frozenset()
 
 
 def test_a_tensor_in_a_cycle_is_no_workspace() -> None:

@@ -239,6 +239,10 @@ class Driver(abc.ABC):
     def framework_ranges(self) -> RangeMap | None:
         """Device memory that the framework's allocator holds now; None where it cannot be known."""
 
+    def workspaces(self) -> frozenset[int]:
+        """First bytes of blocks among it that libraries keep for streams other than the capture's."""
+        return frozenset()
+
     @abc.abstractmethod
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An ordinary tensor from the ordinary allocator."""

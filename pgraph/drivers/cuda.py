@@ -197,6 +197,9 @@ class CudaDriver(Driver):
         ]
         return RangeMap(blocks)
 
+    def workspaces(self) -> frozenset[int]:
+        return cuda_workspaces.kept()
+
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
 

@@ -11,6 +11,7 @@ So a small helper drops those of the capture only. It needs compilers for C and 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from typing import Any
@@ -22,7 +23,7 @@ from pgraph.drivers.base import Arena
 from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
 
-__all__ = ["drop", "instances", "refuse_foreign_graphs"]
+__all__ = ["drop", "instances", "kept", "refuse_foreign_graphs"]
 
 
 def drop(stream: int, arena: Arena) -> None:
@@ -36,6 +37,16 @@ def drop(stream: int, arena: Arena) -> None:
         torch._C._cuda_clearCublasWorkspaces()
     else:
         library.pg_drop_workspaces(stream, arena.low, arena.high)
+
+
+def kept() -> frozenset[int]:
+    """First bytes of the workspaces that are in use now, whatever their device and stream."""
+    library = native.load_workspaces()
+    count, found = 64, (ctypes.c_uint64 * 0)()
+    while library is not None and count > len(found):
+        found = (ctypes.c_uint64 * count)()
+        count = library.pg_workspaces(found, len(found))
+    return frozenset(found[: min(count, len(found))])
 
 
 def refuse_foreign_graphs() -> None:

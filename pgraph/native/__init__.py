@@ -110,6 +110,8 @@ def load_workspaces() -> ctypes.CDLL | None:
         return None
     library.pg_drop_workspaces.restype = ctypes.c_int64
     library.pg_drop_workspaces.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
+    library.pg_workspaces.restype = ctypes.c_int64
+    library.pg_workspaces.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
     return library
 
 

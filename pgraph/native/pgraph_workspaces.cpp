@@ -1,4 +1,5 @@
-/* Drops cuBLAS's workspaces on one stream: see Note [Others' workspaces] in drivers/cuda_workspaces.py.
+/* cuBLAS's workspaces, which Python cannot tell apart: see Note [Others' workspaces] in
+ * drivers/cuda_workspaces.py.
  *
  * WORKSPACE_MAP names a header with `struct WorkspaceMapWithMutex` as this PyTorch declares it: its own
  * ATen/cuda/CUDAContextLight.h would need all of CUDA's headers. */
@@ -46,6 +47,17 @@ int64_t drop(at::cuda::WorkspaceMapWithMutex& held, void* stream, uint64_t low, 
     return static_cast<int64_t>(gone.size());
 }
 
+int64_t list(at::cuda::WorkspaceMapWithMutex& held, uint64_t* found, int64_t room, int64_t count)
+{
+    std::shared_lock<std::shared_mutex> lock(held.mutex);
+    for (const auto& entry : held.map) {
+        if (count < room)
+            found[count] = address(entry.second);
+        ++count;
+    }
+    return count;
+}
+
 } // namespace
 
 /* Those of the stream, and those in [low, high), whatever their stream; returns how many there were. */
@@ -53,4 +65,11 @@ extern "C" int64_t pg_drop_workspaces(void* stream, uint64_t low, uint64_t high)
 {
     return drop(at::cuda::cublas_handle_stream_to_workspace(), stream, low, high) +
         drop(at::cuda::cublaslt_handle_stream_to_workspace(), stream, low, high);
+}
+
+/* Where they all begin, as far as there is room; returns how many there are. */
+extern "C" int64_t pg_workspaces(uint64_t* found, int64_t room)
+{
+    const int64_t count = list(at::cuda::cublas_handle_stream_to_workspace(), found, room, 0);
+    return list(at::cuda::cublaslt_handle_stream_to_workspace(), found, room, count);
 }

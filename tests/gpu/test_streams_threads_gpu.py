@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import pgraph
 from pgraph import native
+from pgraph.drivers import cuda_workspaces
 
 pytestmark = pytest.mark.gpu
 
@@ -333,6 +334,7 @@ def test_others_keep_their_workspaces() -> None:
         compiled(x, w).sum().backward()
     assert_launched(2)
     assert _workspaces() == before
+    assert before <= cuda_workspaces.kept()
 
 
 def _product_elsewhere(x: Tensor, *, joined: bool = True, fails: bool = False) -> Tensor:
