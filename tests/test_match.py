@@ -239,10 +239,8 @@ def test_no_kernel_is_given_the_workspace_of_another_stream(kernel: str) -> None
     )
     known = frozenset({FRAMEWORK})
     assert match(loose(a), loose(b), framework=outside(), workspaces=known) == ()
-    for change in (
-        {"own": False},
-        {"until": 8},
-    ):  # here it may be: a custom op's own stream, its own use of it
+    # A custom op may use streams of its own; and a parameter of eight bytes has no padding.
+    for change in ({"own": False}, {"until": 8}):
         with pytest.raises(MatchError, match=r"hidden-pointer.*word 8 of node 0"):
             match(loose(a, **change), loose(b, **change), framework=outside(), workspaces=known)
 
