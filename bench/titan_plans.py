@@ -164,6 +164,7 @@ PLANS: dict[str, tuple[Entry, ...]] = {
         Entry(gpus=4, flavor="70B", layers=28, expandable=True, backends=_TWO, **_BIG),
         Entry(gpus=4, flavor="8B", layers=32, backends=_THREE, **_BIG),
         Entry(gpus=4, flavor="8B", layers=32, expandable=True, backends=_TWO, **_BIG),
+        Entry(gpus=4, flavor="8B", layers=32, seq=4096, batch=1, ac="selective", **_CHECK),
         Entry(gpus=4, batch=8, steps=50, backends=_THREE),
         Entry(gpus=4, batch=8, steps=50, expandable=True, backends=_TWO),
         Entry(gpus=4, flavor="70B", layers=30, backends=_TWO, **_BIG),

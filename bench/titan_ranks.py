@@ -126,6 +126,11 @@ def environment_of(entry: Entry, backend: str, cache: Path) -> dict[str, str]:
     return environment
 
 
+# torchtitan's own rate is eight times that, and grows to the last of so few steps: large models that begin
+# with random weights then jump, and two runs of the same backend differ by a factor.
+LEARNING = ("--optimizer.lr", "1e-4", "--lr_scheduler.warmup_steps", "2")
+
+
 def specification(entry: Entry, position: int, out: Path, cache: Path, saved: Path) -> dict[str, Any]:
     """What the worker reads."""
     backend = entry.backends[position]
@@ -140,7 +145,7 @@ def specification(entry: Entry, position: int, out: Path, cache: Path, saved: Pa
         "steps": warmup + timed + issue,
         "log_freq": 1_000_000,
         # A collection in the middle of the measured steps would be an outlier.
-        "extra": ["--training.gc_freq", "1000000", "--metrics.disable_color_printing"],
+        "extra": ["--training.gc_freq", "1000000", "--metrics.disable_color_printing", *LEARNING],
     }
     if entry.resume:
         settings["extra"] += checkpointing(entry, position, saved)
