@@ -126,8 +126,8 @@ def environment_of(entry: Entry, backend: str, cache: Path) -> dict[str, str]:
     return environment
 
 
-# torchtitan's own rate is eight times that, and grows to the last of so few steps: large models that begin
-# with random weights then jump, and two runs of the same backend differ by a factor.
+# torchtitan's own rate is eight times that, and grows to the last of so few steps: the losses of large models
+# with random weights then scatter from run to run, too much to tell a wrong one.
 LEARNING = ("--optimizer.lr", "1e-4", "--lr_scheduler.warmup_steps", "2")
 
 
