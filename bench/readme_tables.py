@@ -183,7 +183,7 @@ def titan_table(data: File, keep: Callable[[Row], bool]) -> str:
             [
                 row["config"],
                 TITAN_NAMES.get(row["backend"], row["backend"]),
-                *(figure(row.get(key), form) for key, _, form in columns),
+                *(titan_cell(row, key, form) for key, _, form in columns),
                 recaptures(row),
                 speed(row, inductor),
                 *against(row, inductor, TITAN_BOUND_MB),
@@ -197,6 +197,14 @@ def titan_table(data: File, keep: Callable[[Row], bool]) -> str:
     align = ["left", "left", *["right"] * (len(columns) + 3), "left", "left"]
     text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
     return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def titan_cell(row: Row, key: str, form: str) -> str:
+    """One figure of a row; of several rounds the step of the median run is followed by the runs' spread."""
+    text = figure(row.get(key), form)
+    if key == "ms_per_step" and row.get("repeats", 1) > 1:
+        text += f" ({row['ms_min']:{form}} to {row['ms_max']:{form}})"
+    return text
 
 
 def speed(row: Row, inductor: Row | None) -> str:

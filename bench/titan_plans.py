@@ -21,6 +21,8 @@ class Entry:
         flavor, layers, seq, batch, accumulate, ac, tp, ddp, reshard: as in `titan_setup.Settings`.
         gpus: ranks, one for each GPU.
         backends: in this order; the first one meets an empty compile cache, if it was empty.
+        repeats: rounds of all backends in turn, of which the median run counts; where the host sets the
+            pace, runs of the same code differ by 10 % and more.
         warmup, steps, issue: steps not measured, timed back to back, and timed on the host's clock.
         expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
         compare: compare the losses of `steps` steps instead of measuring.
@@ -41,6 +43,7 @@ class Entry:
     ddp: bool = False
     reshard: str = "default"
     backends: tuple[str, ...] = TIMED
+    repeats: int = 1
     warmup: int = 10
     steps: int = 20
     issue: int = 5
@@ -103,6 +106,8 @@ def parse(text: str) -> list[Entry]:
         if values.get("compare") or len(values["backends"]) != 1 or values.get("steps", 20) < 2:
             raise PlanError(f"plan {text!r}: resume takes one backend, two steps or more, and no compare")
         values["backends"] *= 2  # the run that goes on, and the one that is resumed
+    if values.get("repeats", 1) < 1 or (values.get("repeats", 1) > 1 and Entry(**values).untimed):
+        raise PlanError(f"plan {text!r}: repeats must be at least 1, and 1 where only losses are compared")
     return [Entry(**values)]
 
 
@@ -126,6 +131,7 @@ def _value(text: str, key: str, value: str, kind: str) -> Any:
 _BIG: dict[str, Any] = {"seq": 4096, "batch": 1, "ac": "selective", "warmup": 5, "steps": 10, "issue": 3}
 _THREE = ("inductor", "pgraph", "reduce-overhead")
 _TWO = ("inductor", "pgraph")
+_REST = ("reduce-overhead", "eager")
 
 # Losses, bit for bit, of what is not timed.
 _CHECK: dict[str, Any] = {"compare": True, "deterministic": True, "steps": 30, "backends": _TWO}
@@ -141,14 +147,18 @@ PLANS: dict[str, tuple[Entry, ...]] = {
         Entry(flavor="8B", layers=32, expandable=True, backends=_TWO, **_BIG),
     ),
     "gpu2": (
-        Entry(gpus=2, batch=8, steps=50),
-        Entry(gpus=2, batch=1, steps=50),
+        Entry(gpus=2, batch=8, steps=50, backends=_TWO, repeats=3),
+        Entry(gpus=2, batch=1, steps=50, backends=_TWO, repeats=3),
         Entry(gpus=2, flavor="70B", layers=14, backends=_THREE, **_BIG),
         Entry(gpus=2, flavor="8B", layers=32, backends=_THREE, **_BIG),
         Entry(gpus=2, batch=8, compare=True, deterministic=True, steps=200, backends=_TWO),
         Entry(gpus=2, flavor="70B", layers=14, expandable=True, backends=_TWO, **_BIG),
-        Entry(gpus=2, batch=8, steps=50, expandable=True, backends=_THREE),
-        Entry(gpus=2, batch=1, steps=50, expandable=True, backends=_THREE),
+        Entry(gpus=2, batch=8, steps=50, expandable=True, backends=_TWO, repeats=3),
+        Entry(gpus=2, batch=1, steps=50, expandable=True, backends=_TWO, repeats=3),
+        Entry(gpus=2, batch=8, steps=50, backends=_REST),
+        Entry(gpus=2, batch=1, steps=50, backends=_REST),
+        Entry(gpus=2, batch=8, steps=50, expandable=True, backends=_REST),
+        Entry(gpus=2, batch=1, steps=50, expandable=True, backends=_REST),
         Entry(gpus=2, flavor="8B", layers=32, expandable=True, backends=_TWO, **_BIG),
     ),
     "gpu2-checks": (

@@ -64,6 +64,26 @@ def row(entry: Entry, backend: str, found: dict[str, Any], first: bool) -> dict[
     return base | figures
 
 
+# Of the first repeat only, which compiles; later ones find its kernels.
+FIRST_ONLY = ("compile_s", "compile_cache")
+
+
+def median_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One backend's row of several rounds: that of the run with the median step, and the spread of all.
+
+    `rows` are those of `row`, in their order; of an even number the faster of the middle two counts.
+    """
+    good = sorted((line for line in rows if line["status"] == "ok"), key=lambda line: line["ms_per_step"])
+    if not good or len(rows) == 1:
+        return rows[-1]
+    chosen = good[(len(good) - 1) // 2] | {key: rows[0].get(key) for key in FIRST_ONLY}
+    chosen |= {"ms_min": good[0]["ms_per_step"], "ms_max": good[-1]["ms_per_step"], "repeats": len(good)}
+    if len(good) < len(rows):
+        bad = next(line["status"] for line in rows if line["status"] != "ok")
+        chosen["status"] = f"{len(rows) - len(good)} of {len(rows)} repeats failed: {bad}"
+    return chosen
+
+
 def identity(entry: Entry, bench: str, backend: str) -> dict[str, Any]:
     """The fields that tell a row from the others."""
     return {
@@ -147,9 +167,11 @@ def brief(found: dict[str, Any], line: dict[str, Any]) -> str:
     if "ms_per_step" not in line:
         return str(line.get("status", found["status"]))
     sizes = [line[key] for key in ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")]
+    spread = f" ({line['ms_min']:.2f} to {line['ms_max']:.2f})" if "repeats" in line else ""
     memory = "/".join("-" if size is None else f"{size:,.0f}" for size in sizes)
-    text = f"{line['ms_per_step']:.2f} ms/step, {line['tokens_per_s']:,.0f} tokens/s per GPU, {memory} MB "
-    text += f"(allocated/reserved/device), compile {line['compile_s']:.1f} s, loss {line['losses'][-1]:.5f}"
+    text = f"{line['ms_per_step']:.2f}{spread} ms/step, {line['tokens_per_s']:,.0f} tokens/s per GPU, "
+    text += f"{memory} MB (allocated/reserved/device), compile {line['compile_s']:.1f} s, "
+    text += f"loss {line['losses'][-1]:.5f}"
     if line["recordings_timed"] is not None:
         text += f", recordings {line['recordings_warm']} + {line['recordings_timed']}"
     return text + (f"\n    {line['summary']}" if "summary" in line else "")

@@ -5,6 +5,7 @@
     python bench/torchtitan.py --plan gpus=2,compare,deterministic       # losses of 200 steps, bit for bit
     python bench/torchtitan.py --plan gpus=2,compare              # within the spread of two Inductor runs?
     python bench/torchtitan.py --plan gpus=2,resume,steps=20      # saved after ten steps, and resumed
+    python bench/torchtitan.py --plan gpus=2,batch=1,repeats=3    # three rounds; the median run counts
     python bench/torchtitan.py --plan gpu4 --budget 200           # start nothing new after 200 s
 
 Each backend of each configuration runs in processes of its own, one per GPU, as torchrun would start them.
@@ -33,7 +34,7 @@ import titan_setup
 import torch
 from titan_plans import PLANS, Entry, PlanError, parse
 from titan_ranks import Ranks
-from titan_rows import brief, compared, resumed, row
+from titan_rows import brief, compared, median_of, resumed, row
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -89,6 +90,7 @@ class Runs:
         self.jobs = [
             (entry, position, backend)
             for entry in args.entries
+            for _ in range(entry.repeats)
             for position, backend in enumerate(entry.backends)
         ]
         self._ready: Ranks | None = None
@@ -133,6 +135,7 @@ class Account:
         self.cold = cold
         self._compiled: set[tuple[Any, ...]] = set()
         self._compared: list[tuple[str, dict[str, Any]]] = []
+        self._rounds: dict[tuple[Entry, str], list[dict[str, Any]]] = {}
 
     def add(self, entry: Entry, position: int, found: dict[str, Any]) -> dict[str, Any]:
         """The row of a run; of a comparison the last run has it, and the others only their status."""
@@ -141,7 +144,9 @@ class Account:
         first = self.cold and code not in self._compiled
         self._compiled.add(code)
         if not entry.untimed:
-            line = row(entry, backend, found, first)
+            rounds = self._rounds.setdefault((entry, backend), [])
+            rounds.append(row(entry, backend, found, first))
+            line = median_of(rounds)
         else:
             self._compared = [*(self._compared if position else []), (backend, found)]
             if position < len(entry.backends) - 1:

@@ -132,6 +132,8 @@ def test_a_resumed_run_is_two_runs_of_one_backend(load: Any) -> None:
         ("resume,steps=1", "two steps or more"),
         ("flavour=8B", "'flavour' is no key"),
         ("batch=x", "batch='x' must be a whole"),
+        ("repeats=0", "repeats must be at least 1"),
+        ("compare,repeats=2", "1 where only losses are compared"),
         ("backends=fast", "fast"),
     ],
 )
@@ -164,6 +166,46 @@ def test_a_row_is_that_of_the_slowest_and_the_largest_rank(bench: Any, load: Any
     assert row["launches_per_step"] == 5.0
     assert row["rewritten_per_launch"] == 20.0
     assert load("schema").problems(row) == []
+
+
+def rounds(bench: Any, load: Any, *steps_ms: float) -> list[dict[str, Any]]:
+    """Rows of as many rounds; 0 stands for a run that failed."""
+    (entry,) = load("titan_plans").parse("gpus=2,repeats=9")
+    found = [
+        {"status": "ok", "ranks": [rank([1.0], [ms] * 3, warm_s=[ms + 9])] * 2}
+        if ms
+        else {"status": "rank 1: OutOfMemoryError", "ranks": []}
+        for ms in steps_ms
+    ]
+    return [bench.row(entry, "pgraph", f, first=i == 0) for i, f in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "median"), [([30.0, 10.0, 20.0], 20.0), ([20.0, 10.0], 10.0), ([9.0], 9.0)]
+)
+def test_of_several_rounds_the_median_run_counts(
+    bench: Any, load: Any, steps_ms: list[float], median: float
+) -> None:
+    lines = rounds(bench, load, *steps_ms)
+    row = bench.median_of(lines)
+    assert row["ms_per_step"] == median
+    assert row["compile_s"] == steps_ms[0] + 9, "the first round's: later ones find its kernels"
+    if len(steps_ms) > 1:
+        assert (row["ms_min"], row["ms_max"], row["repeats"]) == (min(steps_ms), max(steps_ms), len(steps_ms))
+    assert load("schema").problems(row) == []
+
+
+def test_a_round_that_failed_is_told(bench: Any, load: Any) -> None:
+    row = bench.median_of(rounds(bench, load, 30.0, 0.0, 20.0))
+    assert row["status"] == "1 of 3 repeats failed: rank 1: OutOfMemoryError"
+    assert row["ms_per_step"] == 20.0
+    assert bench.median_of(rounds(bench, load, 0.0, 0.0))["status"] == "rank 1: OutOfMemoryError"
+
+
+def test_rounds_take_the_backends_in_turn(bench: Any, tmp_path: Path) -> None:
+    args = bench.parse_args(["--plan", "gpus=2,repeats=2,backends=inductor+pgraph", "--cache", str(tmp_path)])
+    jobs = [(position, backend) for _, position, backend in bench.Runs(args, tmp_path).jobs]
+    assert jobs == [(0, "inductor"), (1, "pgraph")] * 2
 
 
 def test_a_failed_run_is_a_row_that_says_so(bench: Any, load: Any) -> None:
@@ -268,6 +310,9 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     assert "inductor, CUDA graph trees" in text
     assert "4 + 1" in text
     assert "of it in compiled code" in text
+    assert "20.0 |" in text
+    repeated = [{**row, "repeats": 3, "ms_min": 1.0, "ms_max": 2.5} for row in data["rows"]]
+    assert "20.0 (1.0 to 2.5) |" in readme.TABLES["torchtitan"]({**data, "rows": repeated})
     older = [{**row, "compiled_ms": None} for row in data["rows"]]
     assert "in compiled code" not in readme.TABLES["torchtitan"]({**data, "rows": older})
     assert "reduce-overhead: timeout" in text

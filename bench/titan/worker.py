@@ -2,9 +2,9 @@
 
 In a folder of its own, because that program's name would hide the package called torchtitan.
 
-Everything is imported first; then the rank waits for a line on its standard input, so that the next run's
-ranks can get ready while this run measures. Steps are, in order: `warmup`, `timed` back to back, `issue`
-with the device drained before each.
+Everything is imported first; then the rank waits for a line on its standard input, the port where the ranks
+meet, so that the next run's ranks can get ready while this run measures. Steps are, in order: `warmup`,
+`timed` back to back, `issue` with the device drained before each.
 """
 
 from __future__ import annotations
@@ -243,8 +243,10 @@ def main() -> None:
     recordings = Recordings() if spec["cudagraphs"] else None
     trainer = trainer_class(spec, recordings, Inside(settings.backend))
     print("ready", flush=True)
-    if not sys.stdin.readline():
+    port = sys.stdin.readline().strip()
+    if not port:
         return  # the parent is gone
+    os.environ["MASTER_PORT"] = port
     # torchtitan sleeps two seconds at the end, for its log lines' sake.
     torchtitan.train.time = type(
         "Time", (), {"perf_counter": time.perf_counter, "sleep": lambda seconds: None}
