@@ -102,12 +102,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
         values = [run.get(key) for run in good]
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         row[key] = statistics.median(values) if numeric and key not in FIRST_ONLY else first  # type: ignore[type-var]
-    times = [run["ms_per_step"] for run in good]
-    row |= {"ms_min": min(times), "ms_max": max(times), "repeats": len(good)}
-    if len(good) < len(runs):
-        bad = next(run["status"] for run in runs if run["status"] != "ok")
-        row["status"] = f"{len(runs) - len(good)} of {len(runs)} repeats failed: {bad}"
-    return row
+    return row | schema.over_repeats(runs)
 
 
 def spec_of(args: argparse.Namespace, config: str, mode: str, scope: str, backend: str) -> dict[str, Any]:

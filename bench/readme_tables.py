@@ -208,11 +208,11 @@ def titan_cell(row: Row, key: str, form: str) -> str:
 
 
 def speed(row: Row, inductor: Row | None) -> str:
-    """Tokens per second over Inductor's of the same run: ``"1.20 x"``; a dash where there is none."""
+    """Tokens per second over Inductor's of the same run: ``"1.204 x"``; a dash where there is none."""
     if inductor is None or row is inductor or not together(row, inductor):
         return "-"
     mine, theirs = row.get("tokens_per_s"), inductor.get("tokens_per_s")
-    return f"{mine / theirs:.2f} x" if mine and theirs else "-"
+    return f"{mine / theirs:.3f} x" if mine and theirs else "-"
 
 
 def recaptures(row: Row) -> str:

@@ -197,6 +197,20 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]], header: Mapping[str, An
     return path
 
 
+def over_repeats(runs: Sequence[Mapping[str, Any]]) -> Row:
+    """What a row says of its repeats: the spread of those that ended well, and how many did not.
+
+    Args:
+        runs: one row each; at least one has the status "ok".
+    """
+    times = [run["ms_per_step"] for run in runs if run["status"] == "ok"]
+    row = {"ms_min": min(times), "ms_max": max(times), "repeats": len(times)}
+    if len(times) < len(runs):
+        bad = next(run["status"] for run in runs if run["status"] != "ok")
+        row["status"] = f"{len(runs) - len(times)} of {len(runs)} repeats failed: {bad}"
+    return row
+
+
 def result_path(bench: str, gpu: str, out: str | Path | None = None) -> Path:
     """Where results of `bench` go: `out` if it names a JSON file, else that folder, else bench/results."""
     if out is not None and str(out).endswith(".json"):

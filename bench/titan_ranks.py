@@ -125,9 +125,8 @@ def environment_of(entry: Entry, backend: str, cache: Path) -> dict[str, str]:
     return environment
 
 
-# torchtitan's own rate is eight times that and grows to the last of so few steps. With 8B on four GPUs one
-# rank's loss of that step then lies anywhere between 7 and 80, under Inductor between 7 and 13: no measure
-# for a wrong one. (Computed again without a compiler from the same weights, it is the same to three digits.)
+# torchtitan's own rate is eight times that and grows to the last of so few steps. The losses of large models
+# with random weights then part from run to run, too far to tell a wrong one.
 LEARNING = ("--optimizer.lr", "1e-4", "--lr_scheduler.warmup_steps", "2")
 
 

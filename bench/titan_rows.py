@@ -73,15 +73,11 @@ def median_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     `rows` are those of `row`, in their order; of an even number the faster of the middle two counts.
     """
-    good = sorted((line for line in rows if line["status"] == "ok"), key=lambda line: line["ms_per_step"])
-    if not good or len(rows) == 1:
+    good = [line for line in rows if line["status"] == "ok"]
+    if not good:
         return rows[-1]
-    chosen = good[(len(good) - 1) // 2] | {key: rows[0].get(key) for key in FIRST_ONLY}
-    chosen |= {"ms_min": good[0]["ms_per_step"], "ms_max": good[-1]["ms_per_step"], "repeats": len(good)}
-    if len(good) < len(rows):
-        bad = next(line["status"] for line in rows if line["status"] != "ok")
-        chosen["status"] = f"{len(rows) - len(good)} of {len(rows)} repeats failed: {bad}"
-    return chosen
+    chosen = sorted(good, key=lambda line: line["ms_per_step"])[(len(good) - 1) // 2]
+    return chosen | {key: good[0][key] for key in FIRST_ONLY} | schema.over_repeats(rows)
 
 
 def identity(entry: Entry, bench: str, backend: str) -> dict[str, Any]:
@@ -167,7 +163,7 @@ def brief(found: dict[str, Any], line: dict[str, Any]) -> str:
     if "ms_per_step" not in line:
         return str(line.get("status", found["status"]))
     sizes = [line[key] for key in ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")]
-    spread = f" ({line['ms_min']:.2f} to {line['ms_max']:.2f})" if "repeats" in line else ""
+    spread = f" ({line['ms_min']:.2f} to {line['ms_max']:.2f})" if line.get("repeats", 1) > 1 else ""
     memory = "/".join("-" if size is None else f"{size:,.0f}" for size in sizes)
     text = f"{line['ms_per_step']:.2f}{spread} ms/step, {line['tokens_per_s']:,.0f} tokens/s per GPU, "
     text += f"{memory} MB (allocated/reserved/device), compile {line['compile_s']:.1f} s, "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -49,3 +51,29 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import programs of bench/ and examples/ by name; afterwards sys.path and sys.modules are as before."""
+    repo = pathlib.Path(__file__).resolve().parents[1]
+    folders = [str(repo / "bench"), str(repo / "examples")]
+    monkeypatch.setattr(sys, "path", [*folders, *sys.path])
+    before = set(sys.modules)
+
+    def by_name(name: str) -> ModuleType:
+        if name != "torchtitan":
+            return importlib.import_module(name)
+        known = "bench_torchtitan"  # under its own name it would hide the package
+        if known not in sys.modules:
+            spec = importlib.util.spec_from_file_location(known, repo / "bench" / "torchtitan.py")
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[known] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[known])
+        return sys.modules[known]
+
+    yield by_name
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(tuple(folders)):
+            del sys.modules[name]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,25 +22,6 @@ HEADER = {
     "commit": "abc",
     "date": "2026-01-02",
 }
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a benchmark by its file, with sys.path and sys.modules as they were afterwards."""
-    monkeypatch.setattr(sys, "path", [str(BENCH), str(REPO / "examples"), *sys.path])
-
-    def import_bench(name: str) -> ModuleType:
-        for module in ("_paths", "schema", "backends", "llama", "configs", "tasks", "workers", name):
-            spec = importlib.util.find_spec(module)
-            assert spec is not None, module
-            if module not in sys.modules:
-                loaded = importlib.util.module_from_spec(spec)
-                monkeypatch.setitem(sys.modules, module, loaded)
-                assert spec.loader is not None
-                spec.loader.exec_module(loaded)
-        return sys.modules[name]
-
-    return import_bench
 
 
 def memory_row(backend: str = "pgraph", **changes: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from collections.abc import Sequence
@@ -13,23 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-REPO = Path(__file__).resolve().parents[1]
-NAMES = ("_paths", "schema", "backends", "llama", "configs", "tasks", "workers", "readme")
 
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmarks' modules by name; sys.path and sys.modules are as they were afterwards."""
-    monkeypatch.setattr(sys, "path", [str(REPO / "bench"), str(REPO / "examples"), *sys.path])
-    before = dict(sys.modules)
-    yield importlib.import_module
-    for name in (*NAMES, "memory", "largest_batch", "worker"):
-        if name not in before:
-            sys.modules.pop(name, None)
-
-
-def test_names_say_what_is_trained(bench: Any) -> None:
-    configs = bench("configs")
+def test_names_say_what_is_trained(load: Any) -> None:
+    configs = load("configs")
     large = configs.workload("70b-4-ac")
     assert (large.llama.dim, large.llama.heads, large.llama.kv_heads, large.llama.mlp_dim) == (
         8192,
@@ -53,9 +38,9 @@ def test_names_say_what_is_trained(bench: Any) -> None:
             configs.workload(wrong)
 
 
-def test_layers_that_fit_follow_from_the_parameters(bench: Any) -> None:
+def test_layers_that_fit_follow_from_the_parameters(load: Any) -> None:
     """The count used for fitting is the model's own; checkpointing fits more; a small device still one."""
-    configs, tasks = bench("configs"), bench("tasks")
+    configs, tasks = load("configs"), load("tasks")
     with torch.device("meta"):
         one, two = (tasks.Llama(configs.workload(f"70b-{n}").llama) for n in (1, 2))
     per_layer = sum(p.numel() for p in two.parameters()) - sum(p.numel() for p in one.parameters())
@@ -74,11 +59,11 @@ def test_layers_that_fit_follow_from_the_parameters(bench: Any) -> None:
     assert configs.prepared_by("70b-19", "model") == "70b-19"
 
 
-def test_checkpointing_changes_memory_and_not_the_gradients(bench: Any) -> None:
+def test_checkpointing_changes_memory_and_not_the_gradients(load: Any) -> None:
     """The same weights, with and without: equal losses and gradients."""
     import dataclasses
 
-    configs, tasks = bench("configs"), bench("tasks")
+    configs, tasks = load("configs"), load("tasks")
     load = configs.workload("cpu-tiny")
     grads, losses = [], []
     for checkpoint in (False, True):
@@ -117,9 +102,9 @@ class _Vit(nn.Module):
 
 @pytest.mark.parametrize("scope", ["block", "model"])
 def test_vit_blocks_are_checkpointed_and_compiled(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, scope: str
+    load: Any, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
-    tasks = bench("tasks")
+    tasks = load("tasks")
     made: list[str] = []
 
     def create_model(name: str, pretrained: bool) -> nn.Module:
@@ -128,7 +113,7 @@ def test_vit_blocks_are_checkpointed_and_compiled(
         return _Vit()
 
     monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
-    task = tasks.task(bench("configs").workload("vit-b16-2"), torch.device("cpu"), 1)
+    task = tasks.task(load("configs").workload("vit-b16-2"), torch.device("cpu"), 1)
     assert made == ["vit_base_patch16_224"]
     assert [type(b).__name__ for b in task.model.blocks] == ["Checkpointed"] * 2
     seen: list[torch.fx.GraphModule] = []
@@ -145,18 +130,18 @@ def test_vit_blocks_are_checkpointed_and_compiled(
 
 @pytest.mark.parametrize(("name", "advice"), [("vit-b16-2", "pip install timm"), ("gpt2-2", "transformers")])
 def test_a_missing_package_is_named(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+    load: Any, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
 ) -> None:
-    tasks = bench("tasks")
+    tasks = load("tasks")
     for package in ("timm", "torchvision", "torchvision.models", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(RuntimeError, match=advice):
-        tasks.task(bench("configs").workload(name), torch.device("cpu"), 1)
+        tasks.task(load("configs").workload(name), torch.device("cpu"), 1)
 
 
-def test_accumulated_gradients_are_those_of_one_large_batch(bench: Any) -> None:
+def test_accumulated_gradients_are_those_of_one_large_batch(load: Any) -> None:
     """A step of four micro-batches moves the weights as one step on all of their data."""
-    worker, configs = bench("worker"), bench("configs")
+    worker, configs = load("worker"), load("configs")
     import dataclasses
 
     spec = worker.Spec(config="cpu-tiny", device="cpu")
@@ -179,8 +164,8 @@ def test_accumulated_gradients_are_those_of_one_large_batch(bench: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_the_verdict_takes_the_larger_bound(bench: Any) -> None:
-    against = bench("readme_tables").against
+def test_the_verdict_takes_the_larger_bound(load: Any) -> None:
+    against = load("readme_tables").against
     sizes = ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")
 
     def judge(mine: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
@@ -192,9 +177,9 @@ def test_the_verdict_takes_the_larger_bound(bench: Any) -> None:
     assert against({"peak_allocated_mb": 1.0}, None) == ("-", "-")
 
 
-def test_inductors_row_of_the_same_run_comes_first(bench: Any) -> None:
+def test_inductors_row_of_the_same_run_comes_first(load: Any) -> None:
     """Of another commit's row only what the allocator counts is compared."""
-    rows, against = bench("readme_rows"), bench("readme_tables").against
+    rows, against = load("readme_rows"), load("readme_tables").against
     same = dict.fromkeys(("config", "mode", "scope", "alloc_conf", "deterministic"), "x")
     sizes = {"peak_allocated_mb": 100.0, "peak_reserved_mb": 200.0, "device_used_mb": 300.0}
     old, new = ({**same, **sizes, "backend": "inductor", "commit": c, "date": "d"} for c in "ab")
@@ -210,8 +195,8 @@ def test_inductors_row_of_the_same_run_comes_first(bench: Any) -> None:
 
 @pytest.mark.parametrize("ways", [1, 3, 5])
 @pytest.mark.parametrize("best", [0, 1, 2, 17, 62, 63])
-def test_the_search_finds_the_largest_size(bench: Any, ways: int, best: int) -> None:
-    search = bench("largest_batch")
+def test_the_search_finds_the_largest_size(load: Any, ways: int, best: int) -> None:
+    search = load("largest_batch")
     tried: list[int] = []
 
     def fits(sizes: Sequence[int]) -> list[bool]:
@@ -224,8 +209,8 @@ def test_the_search_finds_the_largest_size(bench: Any, ways: int, best: int) -> 
     assert len(tried) <= 1 + 6 * ways
 
 
-def test_a_trial_fits_with_its_graphs_or_not(bench: Any) -> None:
-    search = bench("largest_batch")
+def test_a_trial_fits_with_its_graphs_or_not(load: Any) -> None:
+    search = load("largest_batch")
     ok = {"status": "ok", "peak_reserved_mb": 98.0}
     assert search.why_not(ok, 100.0) is None
     assert search.why_not({**ok, "exec_mb": 4.0}, 100.0) == "98 MB reserved and 4 MB of graphs"
@@ -236,10 +221,10 @@ def test_a_trial_fits_with_its_graphs_or_not(bench: Any) -> None:
 
 
 def test_the_search_writes_rows_of_the_schema(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A worker that fits up to a size by backend stands for the real one."""
-    search, schema, readme = bench("largest_batch"), bench("schema"), bench("readme")
+    search, schema, readme = load("largest_batch"), load("schema"), load("readme")
 
     def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
         batch = int(spec["config"].partition("@b")[2])
@@ -269,9 +254,9 @@ def test_the_search_writes_rows_of_the_schema(
 
 
 def test_a_search_that_began_too_high_says_so(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    search, schema = bench("largest_batch"), bench("schema")
+    search, schema = load("largest_batch"), load("schema")
     full = {"status": "torch.OutOfMemoryError: CUDA out of memory."}
     monkeypatch.setattr(search, "start_worker", lambda *args: full)
     arguments = ["--config", "cpu-tiny", "--backends", "pgraph", "--low", "24", "--device", "cpu"]
@@ -281,10 +266,10 @@ def test_a_search_that_began_too_high_says_so(
 
 
 def test_a_stopped_measurement_keeps_its_whole_rounds(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The third process of each backend never ends; two of each are in the file."""
-    memory, schema = bench("memory"), bench("schema")
+    memory, schema = load("memory"), load("schema")
     started: list[str] = []
 
     def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
@@ -304,9 +289,9 @@ def test_a_stopped_measurement_keeps_its_whole_rounds(
 
 
 def test_what_is_prepared_is_compiled_once_and_never_eager(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
+    load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = bench("workers")
+    workers = load("workers")
     started: list[dict[str, Any]] = []
 
     def worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> dict[str, Any]:
@@ -332,8 +317,8 @@ def test_what_is_prepared_is_compiled_once_and_never_eager(
     assert len(lines) == 4
 
 
-def test_a_prepared_process_compiles_and_stops(bench: Any) -> None:
-    worker = bench("worker")
+def test_a_prepared_process_compiles_and_stops(load: Any) -> None:
+    worker = load("worker")
     figures = worker.prepare(worker.Spec(config="cpu-tiny", device="cpu", backend="aot_eager"))
     assert figures["prepare_s"] > 0
     assert not figures["out_of_memory"]
