@@ -10,6 +10,7 @@ The files, in the order in which data flows through them:
 `nodes`, `optable`
 `partition`               contiguous runs of safe and unsafe ops, each a module of its own
 `capture`                 record a partition on ghost memory
+`topology`                which nodes of a recording wait for which, and where all of them have met
 `match`                   two recordings -> which words of the node parameters are which region
 `plan`, `packing`         when memory is allocated and freed around which chunk of nodes
 `build`                   the steps above in order; `template` holds what they leave behind

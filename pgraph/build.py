@@ -19,6 +19,7 @@ from pgraph.drivers.base import Driver, Exec
 from pgraph.match import RangeMap, match
 from pgraph.plan import Lifetime, Plan, make_plan, survives
 from pgraph.template import Recording, Region, Slot, Template
+from pgraph.topology import Topology
 
 __all__ = ["Built", "build"]
 
@@ -124,7 +125,7 @@ def _template(
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
     slots = _lend(regions, slots, _workspaces(a, b), (*a.steps, n))
-    plan = _plan(n, regions, slots, shared, slack_bytes)
+    plan = _plan(a.order, regions, slots, shared, slack_bytes)
     return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
 
@@ -156,8 +157,13 @@ def _lend(
 
 
 def _plan(
-    n: int, regions: Sequence[Region], slots: tuple[Slot, ...], shared: Sequence[int], slack_bytes: int
+    order: Topology,
+    regions: Sequence[Region],
+    slots: tuple[Slot, ...],
+    shared: Sequence[int],
+    slack_bytes: int,
 ) -> Plan:
+    """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
     # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
     # later calls: that concerns how well the memory is planned, not what is right.
     last = {first: i for i, first in sorted(enumerate(shared), key=lambda pair: regions[pair[0]].death)}
@@ -167,9 +173,20 @@ def _plan(
     held = {i: largest[first] if last[first] == i else 0 for i, first in enumerate(shared)}
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
+    n = len(order.joins) - 1
     lifetimes = [
-        Lifetime(r.index, held.get(r.index, r.nbytes), r.birth, r.death, r.kind)
+        Lifetime(
+            r.index,
+            held.get(r.index, r.nbytes),
+            order.index(r.birth),
+            survives(n) if r.death == survives(order.n_nodes) else order.index(r.death),
+            r.kind,
+        )
         for r in regions
         if r.kind != "temp" or r.index in named
     ]
-    return make_plan(n, lifetimes, slack_bytes=slack_bytes)
+    plan = make_plan(n, lifetimes, slack_bytes=slack_bytes)
+    chunks = (
+        dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
+    )
+    return dataclasses.replace(plan, chunks=tuple(chunks))

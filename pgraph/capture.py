@@ -3,7 +3,8 @@
 No kernel runs and no physical memory is used: inputs are aliased by ghosts of the same layout and
 alignment, and whatever the code allocates gets a ghost address. The allocation timeline counts in
 nodes: a range is born at the number of nodes recorded when it was taken, and dead at the number
-recorded when it was first seen without an owner.
+recorded when it was first seen without an owner; where the recording forks, at the joins around these
+(Note [Forks and joins] in `pgraph.topology`).
 
 Note [Lifetimes in program order]
 A range dies when the program drops its last reference (seen by a weak reference to the storage),
@@ -21,6 +22,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.nodes import is_foreign, is_own, op_name
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
+from pgraph.topology import Topology
 
 __all__ = ["may_pass", "record"]
 
@@ -127,9 +130,20 @@ class _Recorder(TorchDispatchMode):
         self._alive = still_alive
         return count
 
-    def steps(self) -> tuple[int, ...]:
-        """Counts of nodes at the boundaries."""
-        return tuple(sorted({count for _, count in self._marks}))
+    def steps(self, order: Topology) -> tuple[int, ...]:
+        """Counts of nodes at the boundaries that are joins."""
+        return tuple(sorted({count for _, count in self._marks}.intersection(order.joins)))
+
+    def own_nodes(self, order: Topology) -> frozenset[int]:
+        """Nodes recorded by ops of PyTorch's own: where ops overlap, only if all of those are."""
+        spans = (range(first, last) for first, last in pairwise(order.joins))
+        return frozenset(node for span in spans if self.own.issuperset(span) for node in span)
+
+    def meet(self, order: Topology) -> None:
+        """Date births and deaths by joins."""
+        for r in self.ranges:
+            r.birth = order.before(r.birth)
+            r.death = order.after(r.death) if r.death is not None else None
 
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
@@ -259,17 +273,17 @@ def _record(
         results = fn(arguments)
     arguments.clear()
     recorder.boundary()
-    graph, nodes = session.end()
+    graph, nodes, order = session.end()
     recorder.add_hidden()
+    recorder.meet(order)
     ranges, moved = _merge(recorder.ranges, n_inputs)
     specs = _output_specs(results, recorder, moved, ranges)
     del results
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack, r.library) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
-    return Recording(
-        nodes, allocations, n_inputs, specs, ghosts, graph, frozenset(recorder.own), recorder.steps()
-    )
+    own, steps = recorder.own_nodes(order), recorder.steps(order)
+    return Recording(nodes, order, allocations, n_inputs, specs, ghosts, graph, own, steps)
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:

@@ -39,7 +39,7 @@ SEEDS: Final = "rng-seeds"
 """Code of the refusal that costs nothing: seeds are drawn before the graph that takes them."""
 
 # Refusals of a whole recording by the driver, which names no op.
-_UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind", "not-a-chain"})
+_UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

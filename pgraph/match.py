@@ -133,6 +133,8 @@ def _same_structure(a: Recording, b: Recording) -> None:
                 "nodes-differ",
                 f"node {i} is {x.kind} {x.name} in one capture and {y.kind} {y.name} in another",
             )
+    if a.order != b.order:
+        raise _refuse("nodes-differ", "the nodes of two captures wait for one another in different ways")
     sizes_a = [(r.nbytes, r.birth) for r in a.allocations]
     sizes_b = [(r.nbytes, r.birth) for r in b.allocations]
     if a.n_inputs != b.n_inputs or sizes_a != sizes_b:

@@ -1,6 +1,7 @@
 """Memory plan of a launch: where every region lives, and where the capture is cut into chunks.
 
-A captured graph is a chain of nodes. Launched as one piece, every input would die late and every
+A captured graph is taken for a chain of nodes (where it forks, what lies between two joins counts as one:
+Note [Forks and joins] in `pgraph.topology`). Launched as one piece, every input would die late and every
 output be born early; cut into *chunks*, each its own exec, memory is allocated before a chunk and
 freed after it. The planner cuts as rarely as the eager peak allows.
 

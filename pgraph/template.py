@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Literal
 
 from pgraph.plan import Plan
+from pgraph.topology import Topology
 from pgraph.words import amount
 
 __all__ = [
@@ -24,7 +25,7 @@ __all__ = [
     "TensorSpec",
 ]
 
-NodeKind = Literal["kernel", "memcpy", "memset"]
+NodeKind = Literal["kernel", "memcpy", "memset", "empty"]
 RegionKind = Literal["input", "output", "temp"]
 
 
@@ -33,7 +34,7 @@ class NodeRecord:
     """One graph node of one capture.
 
     Args:
-        kind: the node's type.
+        kind: the node's type; "empty" ones only wait for others.
         name: kernel or op name, for reports.
         header: everything that is fixed for the node's life (function, grid, copy kind...);
             comparable, and equal between two captures of the same partition.
@@ -56,8 +57,8 @@ class Allocation:
     Args:
         address: first byte.
         nbytes: size in bytes.
-        birth: count of nodes recorded when it came to be (0 for inputs).
-        death: count of nodes recorded when it was seen dead; None if it outlived the capture.
+        birth: count of nodes recorded when it came to be (0 for inputs); a join.
+        death: count of nodes recorded when it was seen dead, a join; None if it outlived the capture.
         slack: bytes on either side that belong to nobody else (pointers before the start or past
             the end still mean this range).
         library: a library kept it to the end, and gave it back when asked.
@@ -113,18 +114,20 @@ class Recording:
     """One capture. `allocations[:n_inputs]` are the inputs' aliases, in input order.
 
     Args:
-        nodes: in execution order (one chain).
+        nodes: each after those that it waits for.
+        order: which of them wait for which.
         allocations: inputs first, then by birth.
         n_inputs: number of tensor inputs.
         outputs: one per result, regions numbered as `allocations`.
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
         own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
-        steps: counts of nodes at which an op began or ended; ascending. Between two of them lie the nodes of
-            one op, or of generated kernels.
+        steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
+            of them lie the nodes of one op, of generated kernels, or of ops that overlap.
     """
 
     nodes: tuple[NodeRecord, ...]
+    order: Topology
     allocations: tuple[Allocation, ...]
     n_inputs: int
     outputs: tuple[OutputSpec, ...]

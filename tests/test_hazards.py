@@ -173,7 +173,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             else r
             for r in template.regions
         )
-        plan = build._plan(len(template.nodes), regions, template.slots, shared, slack)
+        plan = build._plan(a.order, regions, template.slots, shared, slack)
         return dataclasses.replace(template, regions=regions, plan=plan)
 
     honest = build._template

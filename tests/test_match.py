@@ -10,6 +10,7 @@ import pytest
 from pgraph.errors import MatchError
 from pgraph.match import RangeMap, match
 from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.topology import chain
 
 A, B = 0x7000_0000_0000, 0x7100_0000_0000
 FRAMEWORK = 0x7F00_0000_0000
@@ -23,7 +24,7 @@ def recording(base: int, *words: int, gap: int = 0, death: int | None = None) ->
         Allocation(base + 0x1000, 64, 0, None, slack=256),
         Allocation(base + 0x8000 + gap, 64, 0, death, slack=256),
     )
-    return Recording((node,), allocations, 1, (OutputSpec(region=1),), (base, base + SPAN), None)
+    return Recording((node,), chain(1), allocations, 1, (OutputSpec(region=1),), (base, base + SPAN), None)
 
 
 def pair(a: tuple[int, ...], b: tuple[int, ...], **how: int | None) -> tuple[Recording, Recording]:

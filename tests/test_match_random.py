@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pgraph.errors import MatchError
 from pgraph.match import RangeMap, match
 from pgraph.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.topology import chain
 
 LOW = (0x7000_0000_0000, 0x7100_0000_0000)
 FRAMEWORK = (0x7F00_0000_0000, 1 << 16)
@@ -57,7 +58,7 @@ class Case:
             for i, data in enumerate(self.params(i, bases, capture) for i in range(len(self.nodes)))
         )
         ghosts = (LOW[capture], LOW[capture] + (1 << 32))
-        return Recording(nodes, allocations, 0, (), ghosts, None, self.own)
+        return Recording(nodes, chain(len(nodes)), allocations, 0, (), ghosts, None, self.own)
 
     def planted(self) -> set[Slot]:
         return {

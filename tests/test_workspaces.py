@@ -14,6 +14,7 @@ from pgraph.drivers.host import HostDriver
 from pgraph.launch import Launcher
 from pgraph.plan import survives
 from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.topology import chain
 
 SIZE = 1 << 20
 
@@ -27,7 +28,9 @@ def recording(base: int, steps: tuple[int, ...]) -> Recording:
         Allocation(base + (4 << 20), 64, 4, None),
     )
     outputs = (OutputSpec(region=2),)
-    return Recording(nodes, allocations, 1, outputs, (base, base + (8 << 20)), None, frozenset(), steps)
+    return Recording(
+        nodes, chain(5), allocations, 1, outputs, (base, base + (8 << 20)), None, frozenset(), steps
+    )
 
 
 SLOTS = (Slot(0, 0, 0, 0), Slot(0, 8, 1, 64), Slot(1, 0, 1, 0), Slot(4, 0, 1, 0), Slot(4, 8, 2, 0))

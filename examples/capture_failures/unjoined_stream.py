@@ -4,8 +4,7 @@ A stream that waits for a captured one is captured too. All of them have to come
 which the capture began: error 904 at the end of it otherwise. Here a layer notes a statistic on the
 side, to be read at the end of the epoch.
 
-Joining is the fix for plain CUDA graphs. pgraph rebinds recordings that are one chain, and runs a layer
-that forks plainly; so here the statistic stays on the current stream.
+Joining is the fix, for pgraph as for plain CUDA graphs; here the statistic stays on the current stream.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import torch
 from pgraph.match import RangeMap
 from pgraph.peaks import GhostPeaks
 from pgraph.template import NodeRecord, Slot
+from pgraph.topology import Topology
 
 __all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "NativeCalls", "Session"]
 
@@ -141,8 +142,8 @@ class Session(abc.ABC):
         """Names of a generated module to replace while it is captured (allocators, host kernels)."""
 
     @abc.abstractmethod
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
-        """End the capture: the graph's handle and its nodes in execution order.
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+        """End the capture: the graph's handle, its nodes, and their order.
 
         Raises:
             CaptureError: the driver refused something on the way.
@@ -233,7 +234,11 @@ class Driver(abc.ABC):
     def instantiate(
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
-        """An exec of the nodes [first, last) of a captured graph."""
+        """An exec of the nodes [first, last) of a captured graph, which wait for one another as captured.
+
+        Args:
+            first, last: joins.
+        """
 
     @abc.abstractmethod
     def framework_ranges(self) -> RangeMap | None:

@@ -41,8 +41,8 @@ from pgraph.drivers import cuda_workspaces
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.cuda_exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
-from pgraph.drivers.cuda_nodes import chain_of, read_node
 from pgraph.drivers.cuda_nodes import check as _check
+from pgraph.drivers.cuda_nodes import ordered_nodes, read_node
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
 from pgraph.native import address_of
@@ -50,6 +50,7 @@ from pgraph.nodes import op_name
 from pgraph.peaks import GhostPeaks, PeakLedger
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
+from pgraph.topology import Topology
 
 __all__ = ["CudaDriver"]
 
@@ -97,7 +98,7 @@ class CudaSession(Session):
     ) -> dict[str, Any]:
         return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
 
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         self._ended = True
         error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if error != cu.CUresult.CUDA_SUCCESS:
@@ -106,8 +107,8 @@ class CudaSession(Session):
             raise _lost("the driver ended the capture", error)
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
-        owner.chain = chain_of(graph)
-        return owner, tuple(read_node(node) for node in owner.chain)
+        owner.nodes, order = ordered_nodes(graph)
+        return owner, tuple(read_node(node) for node in owner.nodes), order
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden

@@ -26,7 +26,7 @@ from pgraph.template import NodeRecord, Slot
 __all__ = ["CudaExec", "CudaGraph"]
 
 _COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
-_KIND = {"kernel": 0, "memcpy": 1, "memset": 2}
+_KIND = {"kernel": 0, "memcpy": 1, "memset": 2, "empty": 3}
 
 
 def _moved_bytes(record: NodeRecord) -> int:
@@ -124,15 +124,15 @@ def _calls() -> Any:
 
 
 class CudaGraph:
-    """A graph and its nodes in execution order; freed with its last reference.
+    """A graph and its nodes, each after those that it waits for; freed with its last reference.
 
     An exec needs its graph: setting a node's parameters names the node in the graph that the exec
     was made from.
     """
 
-    def __init__(self, graph: Any, chain: Sequence[Any]) -> None:
+    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
         self.graph = graph
-        self.chain = chain
+        self.nodes = nodes
         self._anchored = False
 
     def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
@@ -151,7 +151,7 @@ class CudaGraph:
         if self._anchored:
             return
         self._anchored = True
-        moving = [(self.chain[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
+        moving = [(self.nodes[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
         if not moving:
             return
         need = max(_moved_bytes(record) for _, record in moving)
@@ -169,14 +169,14 @@ class CudaGraph:
                 raise CaptureError(node_reason(what))
 
     def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
-        """A copy with the nodes [first, last) only, and those nodes' handles in it."""
+        """A copy with the nodes [first, last) and the edges between them only, and their handles in it."""
         (clone,) = check(cu.cuGraphClone(self.graph))
-        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.chain])
-        for i, twin in enumerate(copy.chain):
+        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes])
+        for i, twin in enumerate(copy.nodes):
             if not first <= i < last:
                 check(cu.cuGraphDestroyNode(twin))
-        copy.chain = copy.chain[first:last]
-        return copy, copy.chain
+        copy.nodes = copy.nodes[first:last]
+        return copy, copy.nodes
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -206,7 +206,7 @@ class CudaExec(Exec):
     ) -> None:
         self._lock = threading.Lock()
         self._source, handles = (
-            (graph, graph.chain) if (first, last) == (0, len(graph.chain)) else graph.cut(first, last)
+            (graph, graph.nodes) if (first, last) == (0, len(graph.nodes)) else graph.cut(first, last)
         )
         before = _outside_allocator()
         (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))

@@ -1,4 +1,4 @@
-"""Reading a captured graph: its nodes in order, each as bytes.
+"""Reading a captured graph: its nodes in a valid order, each as bytes.
 
 A kernel's parameters are copied out of the node (node-owned memory must never be edited) into one
 packed buffer: the parameters at the offsets that the function declares, or the whole buffer that a
@@ -18,8 +18,9 @@ from cuda.bindings import driver as cu
 from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord
+from pgraph.topology import Topology, chain, in_order, topology
 
-__all__ = ["chain_of", "check", "node_reason", "read_node"]
+__all__ = ["check", "node_reason", "ordered_nodes", "read_node"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -40,45 +41,20 @@ def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def chain_of(graph: Any) -> list[Any]:
-    """The graph's nodes in execution order.
-
-    Raises:
-        CaptureError: the nodes do not form one chain (work on several streams), so that program
-            order would not be execution order.
-    """
+def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
+    """The graph's nodes, each after those that it waits for, and how they wait for one another."""
     count = check(cu.cuGraphGetNodes(graph, 0))[1]
     if count == 0:
-        return []
+        return [], chain(0)
     nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
     n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
-    if n_edges != count - 1:
-        raise CaptureError(_shape(count, n_edges))
-    after: dict[int, int] = {}
-    if n_edges:
-        sources, targets = check(cu.cuGraphGetEdges(graph, n_edges))[:2]
-        after = {int(s): int(t) for s, t in zip(sources[:n_edges], targets[:n_edges], strict=True)}
-    by_handle = {int(n): n for n in nodes}
-    heads = set(by_handle) - set(after.values())
-    if len(heads) != 1 or len(after) != n_edges:
-        raise CaptureError(_shape(count, n_edges))
-    chain, at = [], heads.pop()
-    while True:
-        chain.append(by_handle[at])
-        if at not in after:
-            break
-        at = after[at]
-    if len(chain) != count:
-        raise CaptureError(_shape(count, n_edges))
-    return chain
-
-
-def _shape(nodes: int, edges: int) -> Reason:
-    return Reason(
-        "not-a-chain",
-        f"the captured graph has {nodes} nodes and {edges} edges: work on several streams",
-        "keep the op that uses streams of its own outside with pgraph.mark_unsafe",
-    )
+    found: tuple[Any, Any] = check(cu.cuGraphGetEdges(graph, n_edges))[:2] if n_edges else ((), ())
+    place = {int(node): position for position, node in enumerate(nodes)}
+    edges = [(place[int(s)], place[int(t)]) for s, t in zip(*(f[:n_edges] for f in found), strict=True)]
+    order = in_order(count, edges)
+    assert order is not None, "a CUDA graph has no circles"
+    place = {position: i for i, position in enumerate(order)}
+    return [nodes[position] for position in order], topology(count, [(place[s], place[t]) for s, t in edges])
 
 
 def read_node(node: Any) -> NodeRecord:
@@ -99,6 +75,8 @@ def read_node(node: Any) -> NodeRecord:
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
         (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
         return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY:
+        return NodeRecord("empty", "empty", (), b"")
     raise CaptureError(node_reason(f"a node of type {kind.name}"))
 
 

@@ -49,6 +49,8 @@ class HostFaults:
             memory, written by a node of its own.
         scratch: ops that use scratch inside and place their result over it afterwards.
         elsewhere: ops whose kernels go to a stream that is not being captured.
+        aside: ops whose kernels go to a stream of their own, for which what follows waits as late as it may:
+            when it reads the result, or something is written in place.
         reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
         fail_at: the step that fails.
         fail_as: how: a call of the driver's fails, memory runs out, or (while capturing) the capture is
@@ -64,6 +66,7 @@ class HostFaults:
     tables: frozenset[str] = frozenset()
     scratch: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()
     reuse: bool = False
     fail_at: Step | None = None
     fail_as: Kind = "device"

@@ -5,7 +5,7 @@
 * A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses
   inside; memcpy and memset nodes hold addresses and a size.
 * A launch decodes the addresses and runs the op on whatever memory they name: a wrong slot gives
-  wrong numbers.
+  wrong numbers. Where a recording forks, nodes that were recorded later run first if they may.
 * Ops that read data on the host, draw random numbers or have data-dependent shapes cannot be
   recorded, as under CUDA.
 
@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.match import RangeMap
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord, Slot
+from pgraph.topology import Topology, in_order, topology
 
 __all__ = ["HostDriver"]
 
@@ -111,7 +112,10 @@ class HostArena(Arena):
 
 
 class HostGraph:
-    """A recorded graph: the functions that its nodes call. Parameters live in the node records."""
+    """A recorded graph: how its nodes wait for one another. All else lives in the node records."""
+
+    def __init__(self, order: Topology) -> None:
+        self.order = order
 
 
 class HostSession(Session):
@@ -125,6 +129,10 @@ class HostSession(Session):
         self._fake = FakeTensorMode()
         self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
+        self._edges: list[tuple[int, int]] = []
+        self._tail: tuple[int, ...] = ()  # what the next node waits for
+        # For the fault `aside`: nodes that nobody waits for yet, and [first, end) of what each writes.
+        self._aside: dict[int, list[tuple[int, int]]] = {}
         faults = fault.active()
         faults.step("second-begin" if self._second else "begin")
         if faults.moving_words:
@@ -137,9 +145,10 @@ class HostSession(Session):
     def hidden(self) -> list[HiddenAllocation]:
         return list(self._hidden)
 
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...]]:
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         fault.active().step("second-end" if self._second else "end")
-        return HostGraph(), tuple(self._nodes)
+        order = topology(len(self._nodes), self._edges)
+        return HostGraph(order), tuple(self._nodes), order
 
     def patches(
         self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
@@ -188,7 +197,11 @@ class HostSession(Session):
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given
         )
         out = tree_unflatten([real(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        if op._schema.is_mutable:
+            self._join(self._aside)
         self._record(op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ in fault.active().aside:
+            self._set_aside(fresh)
         return out
 
     # -- recording --------------------------------------------------------------------------
@@ -266,15 +279,50 @@ class HostSession(Session):
 
     def _add(self, kind: Any, name: str, header: tuple[Any, ...], words: list[int]) -> None:
         packed = struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+        self._join([i for i, ranges in self._aside.items() if _names(words, ranges)])
+        self._edges += [(before, len(self._nodes)) for before in self._tail]
+        self._tail = (len(self._nodes),)
         self._nodes.append(NodeRecord(kind, name, header, packed))
+
+    # -- forks ------------------------------------------------------------------------------
+
+    def _set_aside(self, results: list[torch.Tensor]) -> None:
+        """The node recorded last went to a stream of its own: what follows does not wait for it."""
+        node = len(self._nodes) - 1
+        self._tail = tuple(before for before, after in self._edges if after == node)
+        self._aside[node] = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in results]
+
+    def _join(self, nodes: Collection[int]) -> None:
+        """What follows waits for these nodes, too."""
+        self._tail = (*self._tail, *(node for node in nodes if node in self._aside))
+        for node in list(nodes):
+            self._aside.pop(node, None)
+
+
+def _names(words: Sequence[int], ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= word < end for word in words for first, end in ranges)
+
+
+def _late_first(order: Topology, first: int, last: int) -> Sequence[int]:
+    """The nodes [first, last) counted from the first: the latest of those that may run goes first."""
+    n = last - first
+    if order.is_chain:
+        return range(n)
+    mirrored = ((last - 1 - a, last - 1 - b) for a, b in order.edges if first <= a and b < last)
+    found = in_order(n, mirrored)
+    assert found is not None
+    return [n - 1 - i for i in found]
 
 
 class HostExec(Exec):
-    """Nodes with their own parameter memory, run in order at each launch."""
+    """Nodes with their own parameter memory, run at each launch in an order that their edges allow."""
 
-    def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int, sequence: Sequence[int]
+    ) -> None:
         fault.active().step("instantiate")
         self._nodes = nodes
+        self._sequence = sequence
         self._params = [bytearray(n.params) for n in nodes]
         self._slots: list[list[tuple[int, int, int]]] = [[] for _ in nodes]
         for s in slots:
@@ -298,8 +346,8 @@ class HostExec(Exec):
             fault.active().step("launch")
             # A device's kernels ask nobody: neither do their stand-ins.
             with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
-                for node, params in zip(self._nodes, self._params, strict=True):
-                    run(node, params)
+                for i in self._sequence:
+                    run(self._nodes[i], self._params[i])
             return rewritten
 
 
@@ -333,7 +381,8 @@ class HostDriver(Driver):
     def instantiate(
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
-        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first)
+        sequence = _late_first(graph.order, first, last)
+        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first, sequence)
 
     def framework_ranges(self) -> RangeMap | None:
         fault.active().step("match")

@@ -167,7 +167,7 @@ def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
     for i in range(6):
         compiled(randn(128, 128), randn(128, 128))
         if i == 1:
-            chains = [e._source.chain for b in built() for e in b.execs]
+            chains = [e._source.nodes for b in built() for e in b.execs]
         if chains:
             seen.append([cuda_nodes.read_node(node).params for chain in chains for node in chain])
     assert_launched(5)

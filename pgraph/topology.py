@@ -1,0 +1,130 @@
+"""Which nodes of a recording wait for which, and where all of them have met.
+
+Pure logic: positions and edges in, positions out; no torch, no CUDA.
+
+Note [Forks and joins]
+Work on several streams is recorded as a graph in which some nodes wait for several others, or several for
+one. Nodes are numbered so that each comes after those that it waits for. A *join* is a position p at which
+every node below p has ended before any node at or above p begins, in whatever order a launch runs them. In
+a chain each position is one.
+
+Elsewhere the numbers say nothing of time: of two nodes between the same joins, either may run first, or
+both at once. So whatever is said of time is said of joins only: a region is born at the last join before
+the op that made it, and dies at the first join after it was dropped (`Topology.before`, `Topology.after`);
+chunks begin and end at joins. Two regions then share memory, or a left-over word counts as dead, only where
+the nodes of the one have certainly ended before those of the other begin.
+
+At a join the count of nodes that the recorder has noted is the position, whatever order the driver lists
+nodes in. Suppose that the first p nodes of some valid order P all precede the others, and that the program
+had recorded p nodes S at a boundary. If P were not S, some x in S would lie outside P and wait for some y
+in P that was recorded after the boundary; but a node waits for nodes only that were there when it was
+recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+__all__ = ["Topology", "chain", "in_order", "topology"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topology:
+    """The order of `n_nodes` nodes.
+
+    Args:
+        n_nodes: how many there are.
+        edges: (before, after) positions, before < after, sorted; of nodes that wait for one another directly.
+        joins: positions at which all paths meet, ascending; 0 and `n_nodes` are among them.
+    """
+
+    n_nodes: int
+    edges: tuple[tuple[int, int], ...]
+    joins: tuple[int, ...]
+
+    def before(self, position: int) -> int:
+        """The last join at or before a position."""
+        return self.joins[bisect_right(self.joins, position) - 1]
+
+    def after(self, position: int) -> int:
+        """The first join at or after a position."""
+        return self.joins[bisect_left(self.joins, position)]
+
+    def index(self, join: int) -> int:
+        """How many joins come before this one."""
+        return bisect_left(self.joins, join)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is one order only."""
+        return len(self.joins) == self.n_nodes + 1
+
+
+def chain(n_nodes: int) -> Topology:
+    """Nodes that run one after the other."""
+    return Topology(n_nodes, tuple(pairwise(range(n_nodes))), tuple(range(n_nodes + 1)))
+
+
+def in_order(n_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
+    """The nodes such that each comes after those that it waits for; of several possible orders the one
+    nearest to the given numbers. None if they wait for one another in a circle.
+    """
+    waiting = [0] * n_nodes
+    followers: list[list[int]] = [[] for _ in range(n_nodes)]
+    for first, second in edges:
+        followers[first].append(second)
+        waiting[second] += 1
+    ready = [node for node in range(n_nodes) if not waiting[node]]
+    order = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for follower in followers[node]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, follower)
+    return order if len(order) == n_nodes else None
+
+
+def topology(n_nodes: int, edges: Iterable[tuple[int, int]]) -> Topology:
+    """The joins of a graph whose nodes are numbered in a valid order.
+
+    A position p is a join if every node below p that no other node below p waits for has an edge to every
+    node from p on that waits for none of those: a path from the one to the other has no node in between.
+
+    Cost: O(nodes + edges * log(edges)).
+
+    Raises:
+        ValueError: an edge leads to a node that does not come later.
+    """
+    found = tuple(sorted(set(edges)))
+    first_follower = [n_nodes] * n_nodes
+    last_awaited = [-1] * n_nodes
+    for a, b in found:
+        if not 0 <= a < b < n_nodes:
+            raise ValueError(f"edge ({a}, {b}) among {n_nodes} nodes. Fix: number nodes in a valid order")
+        first_follower[a] = min(first_follower[a], b)
+        last_awaited[b] = max(last_awaited[b], a)
+    # Node a is an end of [0, p) while a < p <= first_follower[a]; b a beginning of [p, n) while
+    # last_awaited[b] < p <= b; an edge leads from an end to a beginning while both hold.
+    ends = _counts(n_nodes, ((a + 1, first_follower[a]) for a in range(n_nodes)))
+    beginnings = _counts(n_nodes, ((last_awaited[b] + 1, b) for b in range(n_nodes)))
+    direct = _counts(n_nodes, ((max(a, last_awaited[b]) + 1, min(b, first_follower[a])) for a, b in found))
+    inner = (p for p in range(1, n_nodes) if direct[p] == ends[p] * beginnings[p])
+    return Topology(n_nodes, found, tuple(dict.fromkeys((0, *inner, n_nodes))))
+
+
+def _counts(n_nodes: int, spans: Iterable[tuple[int, int]]) -> Sequence[int]:
+    """For each position 0 .. n_nodes, how many of the spans [first, last] hold it; empty ones hold none."""
+    counts = [0] * (n_nodes + 2)
+    for first, last in spans:
+        if first <= last:
+            counts[first] += 1
+            counts[last + 1] -= 1
+    for p in range(1, n_nodes + 2):
+        counts[p] += counts[p - 1]
+    return counts
