@@ -1,0 +1,51 @@
+"""Random programs on the host driver: views, in-place writes, aliases, cuts, random numbers, sizes, gradients.
+
+PGRAPH_FUZZ_PROGRAMS=2000 python -m pytest tests/test_fuzz.py       # as many as one likes
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, seed, settings
+from support_fuzz import Program, check, programs
+
+import pgraph
+
+SHARDS = 8
+PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "200"))
+COMPILED = 4  # of them also with Inductor's code
+
+
+def try_program(program: Program, codegen: str) -> None:
+    torch._dynamo.reset()
+    pgraph.reset()
+    try:
+        valid = check(program, codegen)
+    except Exception as e:
+        e.add_note(f"\nThe program as a script, to be run in tests/:\n\n{program.script(codegen)}\n")
+        raise
+    assume(valid)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_programs(shard: int) -> None:
+    @seed(shard)
+    @settings(max_examples=max(1, PROGRAMS // SHARDS), database=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def one(program: Program) -> None:
+        try_program(program, "aten")
+
+    one()
+
+
+def test_programs_in_inductors_code(inductor_cache: object) -> None:
+    @seed(0)
+    @settings(max_examples=COMPILED, database=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def one(program: Program) -> None:
+        try_program(program, "inductor")
+
+    one()
