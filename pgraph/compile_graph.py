@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from pgraph.graph_runner import GraphRunner
 from pgraph.nodes import is_neutral, op_name
 from pgraph.observe import PlainPart
 from pgraph.options import Options
-from pgraph.partition import Call, Part, extract, scan
+from pgraph.partition import Part, SplitPlan, extract, scan, twin
 from pgraph.reasons import Reason
+from pgraph.resplit import Account, Memory, Source, Splitter
 from pgraph.runner import Boxed, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
@@ -40,6 +43,120 @@ _numbers = itertools.count()
 
 # (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
 CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiler:
+    """How the parts of one graph become runners.
+
+    Args:
+        driver: where they are captured.
+        options: of this compilation.
+        kind: of the graph.
+        compile_part: code of one part.
+        account: of the splits that pgraph makes by itself.
+    """
+
+    driver: Driver
+    options: Options
+    kind: Kind
+    compile_part: CompilePart
+    account: Account
+
+    def whole(
+        self, gm: torch.fx.GraphModule, inputs: Sequence[Any], facts: PartFacts, memory: Memory
+    ) -> Boxed:
+        """The runner of a graph that was not cut."""
+        source = self._source(gm, inputs, facts, memory, 0)
+        compiled = self.compile_part(gm, inputs, None)
+        return self._runner(gm, compiled, facts, memory, source)
+
+    def parts(
+        self, split: SplitPlan, facts: Sequence[PartFacts], memory: Memory, *, again: bool = True
+    ) -> list[Any]:
+        """The runners of a graph's parts, or of the parts of a part.
+
+        Args:
+            memory: of the inputs of what was split.
+            again: whether the parts may be split once more.
+        """
+        first = 0
+        position_of = {slot: i for i, slot in enumerate(split.input_slots)}
+        # One part alone reads it, so that no other has it or a view of it.
+        reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
+        # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was
+        # traced.
+        unsteady = {None, *memory.gradients} if memory.gradients else set()
+        runners = []
+        for call, part in zip(split.calls, facts, strict=True):
+            places = [position_of.get(slot) for slot in call.inputs]
+            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
+            mine = Memory(
+                static=frozenset(i for i, place in enumerate(places) if place in memory.static),
+                donated=frozenset(
+                    i
+                    for i, place in enumerate(places)
+                    if place in memory.donated and reads[call.inputs[i]] == 1
+                ),
+                gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
+            )
+            source = self._source(call.module, inputs, part, mine, first) if again else None
+            with compat.donating(sorted(mine.donated)):
+                compiled = self.compile_part(call.module, inputs, sorted(mine.static))
+            if self.options.codegen != "aten":
+                compiled = keep_strides(call.module, compiled)
+            runners.append(self._runner(call.module, compiled, part, mine, source))
+            first += part.device_ops
+        return runners
+
+    def _source(
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        facts: PartFacts,
+        memory: Memory,
+        first: int,
+    ) -> Source | None:
+        """What it takes to split this part once more; None if that is never done."""
+        worth = facts.safe and facts.device_ops > self.options.min_ops
+        if self.options.require_full_capture or not worth:
+            return None
+        were = tuple(n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder")
+        return Source(
+            twin(module, inputs),
+            tuple(inputs),
+            were,
+            memory,
+            first,
+            compat.tracing(inputs),
+            self.options,
+            functools.partial(self.parts, again=False),
+        )
+
+    def _runner(
+        self,
+        module: torch.fx.GraphModule,
+        compiled: Boxed,
+        facts: PartFacts,
+        memory: Memory,
+        source: Source | None,
+    ) -> Boxed:
+        if not facts.safe:
+            return PlainPart(facts, compiled)
+        runner = PartitionRunner(
+            facts,
+            compiled,
+            self.driver,
+            self.options,
+            namespaces=compat.generated_namespaces(compiled),
+            constants=_constants(module, compiled),
+            static=memory.static,
+            dimensions=dimensions(module),
+            watched=_watched(module, self.options, self.kind, memory.gradients),
+        )
+        if source is not None:
+            Splitter(runner, source, self.account)
+        return runner
 
 
 def compile_parts(
@@ -82,32 +199,16 @@ def _compile_parts(
         compiled = compile_part(gm, example_inputs, None)
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
     split = extract(gm, parts)
-    static = compat.static_inputs(gm, kind == "backward")
-    gradients = compat.tangents(gm) if kind == "backward" else ()
+    memory = Memory(
+        static=compat.static_inputs(gm, kind == "backward"),
+        donated=frozenset(compat.donated_inputs() if kind == "backward" else ()),
+        gradients=tuple(compat.tangents(gm)) if kind == "backward" else (),
+    )
+    compiler = _Compiler(driver, options, kind, compile_part, Account())
     if split.calls[0].module is gm:
-        compiled = compile_part(gm, example_inputs, None)
-        watched = _watched(gm, options, kind, gradients)
-        return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static, watched))
-    position_of = {slot: i for i, slot in enumerate(split.input_slots)}
-    donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
-    # One part alone reads it, so that no other has it or a view of it.
-    reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
-    # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was traced.
-    unsteady = {None, *gradients} if gradients else set()
-    runners = []
+        return compat.boxed(compiler.whole(gm, example_inputs, facts[0], memory))
     with compat.own_output_strides(len(split.output_slots)):
-        for call, part in zip(split.calls, facts, strict=True):
-            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
-            fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
-            own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
-            with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
-                compiled = compile_part(call.module, inputs, fixed)
-            if options.codegen != "aten":
-                compiled = keep_strides(call.module, compiled)
-            lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
-            watched = _watched(call.module, options, kind, lazy)
-            runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
-    return compat.boxed(GraphRunner(split, runners))
+        return compat.boxed(GraphRunner(split, compiler.parts(split, facts, memory)))
 
 
 def _scan(
@@ -129,30 +230,6 @@ def _scan(
         kind, next(_numbers), gm.graph, parts, judged, min_ops=options.min_ops, broken=broken
     )
     return parts, [part_facts(graph, part, causes, whole=whole) for part in parts]
-
-
-def _runner(
-    facts: PartFacts,
-    call: Call,
-    compiled: Boxed,
-    driver: Driver,
-    options: Options,
-    static: frozenset[int],
-    watched: Mapping[int, Trait],
-) -> Boxed:
-    if not facts.safe:
-        return PlainPart(facts, compiled)
-    return PartitionRunner(
-        facts,
-        compiled,
-        driver,
-        options,
-        namespaces=compat.generated_namespaces(compiled),
-        constants=_constants(call.module, compiled),
-        static=static,
-        dimensions=dimensions(call.module),
-        watched=watched,
-    )
 
 
 def _watched(

@@ -41,7 +41,7 @@ from pgraph.drivers import cuda_workspaces
 from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.cuda_exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
-from pgraph.drivers.cuda_nodes import chain_of, read_node
+from pgraph.drivers.cuda_nodes import chain_of, read_nodes
 from pgraph.drivers.cuda_nodes import check as _check
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
@@ -107,7 +107,7 @@ class CudaSession(Session):
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.chain = chain_of(graph)
-        return owner, tuple(read_node(node) for node in owner.chain)
+        return owner, read_nodes(owner.chain)
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden

@@ -19,7 +19,7 @@ from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template import NodeRecord
 
-__all__ = ["chain_of", "check", "node_reason", "read_node"]
+__all__ = ["chain_of", "check", "node_reason", "read_node", "read_nodes"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -53,7 +53,7 @@ def chain_of(graph: Any) -> list[Any]:
     nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
     n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
     if n_edges != count - 1:
-        raise CaptureError(_shape(count, n_edges))
+        raise CaptureError(_shape(count, n_edges), node=_forked_at(graph, nodes, n_edges))
     after: dict[int, int] = {}
     if n_edges:
         sources, targets = check(cu.cuGraphGetEdges(graph, n_edges))[:2]
@@ -73,12 +73,43 @@ def chain_of(graph: Any) -> list[Any]:
     return chain
 
 
+def _forked_at(graph: Any, nodes: list[Any], n_edges: int) -> int | None:
+    """Position of the first node that left the chain, in the order in which the driver lists the nodes.
+
+    That order is the order of recording, which nothing promises: it only says which op to keep outside
+    next, and what is captured then is proved anew.
+    """
+    into: dict[int, set[int]] = {i: set() for i in range(len(nodes))}
+    if n_edges:
+        at = {int(node): i for i, node in enumerate(nodes)}
+        sources, targets = check(cu.cuGraphGetEdges(graph, n_edges))[:2]
+        for source, target in zip(sources[:n_edges], targets[:n_edges], strict=True):
+            into[at[int(target)]].add(at[int(source)])
+    return next((i for i in range(1, len(nodes)) if into[i] != {i - 1}), None)
+
+
 def _shape(nodes: int, edges: int) -> Reason:
     return Reason(
         "not-a-chain",
         f"the captured graph has {nodes} nodes and {edges} edges: work on several streams",
         "keep the op that uses streams of its own outside with pgraph.mark_unsafe",
     )
+
+
+def read_nodes(chain: Sequence[Any]) -> tuple[NodeRecord, ...]:
+    """All nodes as records.
+
+    Raises:
+        CaptureError: a node, whose position the error has, is of a kind that cannot be rebound.
+    """
+    records = []
+    for position, node in enumerate(chain):
+        try:
+            records.append(read_node(node))
+        except CaptureError as e:
+            e.node = position
+            raise
+    return tuple(records)
 
 
 def read_node(node: Any) -> NodeRecord:
