@@ -1,48 +1,28 @@
 """The `torch.compile` backend: Dynamo graph in, runners out.
 
-1. Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward,
-   backward and inference ATen graphs.
-2. `pgraph.seedless` frees ops that draw nothing from the generator's states that are kept for them,
-   `pgraph.safety` judges each node, `pgraph.partition` cuts the graph into contiguous parts.
-3. Each part is compiled on its own; a safe one gets a `PartitionRunner`, an unsafe one runs as it is.
+Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward, backward and
+inference ATen graphs; `pgraph.compile_graph` turns each into runners.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._ops import OpOverload
 
-from pgraph import compat, drivers, optable, stats, strict
+from pgraph import compat, drivers, stats, strict
 from pgraph.breaks import break_of
-from pgraph.drivers.base import Driver
+from pgraph.compile_graph import compile_parts
 from pgraph.errors import FullCaptureError, OptionError
-from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
-from pgraph.graph_runner import GraphRunner
-from pgraph.nodes import is_neutral, op_name
-from pgraph.observe import PlainPart
+from pgraph.facts import Kind
 from pgraph.options import Options, parse
-from pgraph.partition import Call, Part, extract, scan
 from pgraph.reasons import Reason
-from pgraph.runner import Boxed, PartitionRunner
-from pgraph.safety import refusal
-from pgraph.seedless import unwrap
-from pgraph.sizes import dimensions
-from pgraph.strides import keep_strides
-from pgraph.variant import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
+from pgraph.runner import Boxed
 
 __all__ = ["Backend", "backend"]
-
-log = logging.getLogger(__name__)
-
-_numbers = itertools.count()
 
 
 class Backend:
@@ -101,9 +81,6 @@ backend = Backend()
 
 # -- one ATen graph ------------------------------------------------------------------------------
 
-# (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
-_CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
-
 
 def _build(
     gm: torch.fx.GraphModule,
@@ -138,7 +115,7 @@ def _compile_inductor(
     kind: Kind = (
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    return _compile(gm, example_inputs, options, kind, compile_part, broken)
+    return compile_parts(gm, example_inputs, options, kind, compile_part, broken)
 
 
 def _aten(
@@ -147,7 +124,7 @@ def _aten(
     def compiler(kind: Kind) -> Callable[..., Boxed]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
             compat.unwrap_mutations(graph)
-            return _compile(graph, inputs, options, kind, _compile_aten, broken)
+            return compile_parts(graph, inputs, options, kind, _compile_aten, broken)
 
         return compile_graph
 
@@ -161,147 +138,3 @@ def _aten(
 
 def _compile_aten(module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None) -> Boxed:
     return compat.boxed_module(module)
-
-
-def _compile(
-    gm: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    kind: Kind,
-    compile_part: _CompilePart,
-    broken: Reason | None,
-) -> Boxed:
-    """Unwrap what draws nothing, cut one ATen graph, compile the parts, and put a runner around them."""
-    driver = drivers.choose(options.driver, gm)
-    if driver is None or (unwrapped := unwrap(gm)) is None:
-        return _compile_parts(gm, example_inputs, driver, options, kind, compile_part, broken)
-    inputs = unwrapped.inputs(example_inputs)
-    run = _compile_parts(unwrapped.module, inputs, driver, options, kind, compile_part, broken)
-    return unwrapped.around(run)
-
-
-def _compile_parts(
-    gm: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    driver: Driver | None,
-    options: Options,
-    kind: Kind,
-    compile_part: _CompilePart,
-    broken: Reason | None,
-) -> Boxed:
-    parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
-    if not parts:
-        return compile_part(gm, example_inputs, None)
-    if options.require_full_capture:
-        strict.insist(facts)
-    for part in facts:
-        verdict = "to be captured" if part.safe else "stays outside"
-        log.info("%s: %d device ops, %s", part.name, part.device_ops, verdict)
-        for reason in part.reasons:
-            log.info("%s stays outside: %s", part.name, reason)
-    if driver is None:
-        compiled = compile_part(gm, example_inputs, None)
-        return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
-    split = extract(gm, parts)
-    static = compat.static_inputs(gm, kind == "backward")
-    gradients = compat.tangents(gm) if kind == "backward" else ()
-    if split.calls[0].module is gm:
-        compiled = compile_part(gm, example_inputs, None)
-        watched = _watched(gm, options, kind, gradients)
-        return compat.boxed(_runner(facts[0], split.calls[0], compiled, driver, options, static, watched))
-    position_of = {slot: i for i, slot in enumerate(split.input_slots)}
-    donated = frozenset(compat.donated_inputs() if kind == "backward" else ())
-    # One part alone reads it, so that no other has it or a view of it.
-    reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
-    # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was traced.
-    unsteady = {None, *gradients} if gradients else set()
-    runners = []
-    with compat.own_output_strides(len(split.output_slots)):
-        for call, part in zip(split.calls, facts, strict=True):
-            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
-            fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
-            own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
-            with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
-                compiled = compile_part(call.module, inputs, fixed)
-            if options.codegen != "aten":
-                compiled = keep_strides(call.module, compiled)
-            lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
-            watched = _watched(call.module, options, kind, lazy)
-            runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
-    return compat.boxed(GraphRunner(split, runners))
-
-
-def _scan(
-    gm: torch.fx.GraphModule, driver: Driver | None, options: Options, kind: Kind, broken: Reason | None
-) -> tuple[list[Part], list[PartFacts]]:
-    """The parts of a graph, and the facts of each."""
-    judged: dict[torch.fx.Node, Reason | None] = {}
-
-    def refuse(node: torch.fx.Node) -> Reason | None:
-        if driver is None:
-            judged[node] = None if is_neutral(node) else drivers.NOT_ON_A_DEVICE
-        else:
-            judged[node] = refusal(node, device_type=driver.device.type)
-        return judged[node]
-
-    parts = scan(gm.graph, refuse, min_ops=options.min_ops)
-    whole = len(parts) == 1
-    graph, causes = graph_facts(
-        kind, next(_numbers), gm.graph, parts, judged, min_ops=options.min_ops, broken=broken
-    )
-    return parts, [part_facts(graph, part, causes, whole=whole) for part in parts]
-
-
-def _runner(
-    facts: PartFacts,
-    call: Call,
-    compiled: Boxed,
-    driver: Driver,
-    options: Options,
-    static: frozenset[int],
-    watched: Mapping[int, Trait],
-) -> Boxed:
-    if not facts.safe:
-        return PlainPart(facts, compiled)
-    return PartitionRunner(
-        facts,
-        compiled,
-        driver,
-        options,
-        namespaces=compat.generated_namespaces(compiled),
-        constants=_constants(call.module, compiled),
-        static=static,
-        dimensions=dimensions(call.module),
-        watched=watched,
-    )
-
-
-def _watched(
-    module: torch.fx.GraphModule, options: Options, kind: Kind, lazy: Iterable[int]
-) -> dict[int, Trait]:
-    """Arguments of which layout and address do not say all that the code stands on.
-
-    Note [What nobody guards]
-    Dynamo guards the inputs of a forward, lazy bits included, and what a forward saves is as it was traced.
-    Not so the gradients that come into a backward: one call's may be a lazy conjugate, the next one's not.
-    ATen code stands on more, which Inductor's code freezes by itself, whoever runs it: `as_strided` counts
-    from the start of the storage; and hooks on saved tensors may give a backward another type than was saved.
-    """
-    if options.codegen != "aten":
-        return dict.fromkeys(lazy, lazy_bits)
-    inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
-    ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
-    if ops & optable.STORAGE_OFFSETS:
-        return dict.fromkeys(range(inputs), all_that_ops_see)
-    return dict.fromkeys(range(inputs) if kind == "backward" else lazy, lazy_bits_and_type)
-
-
-def _constants(module: torch.fx.GraphModule, compiled: Any) -> list[torch.Tensor]:
-    """Tensors that the code holds: attributes of the module, constants that Inductor folded."""
-    held = [
-        getattr(module, n.target, None)
-        for n in module.graph.nodes
-        if n.op == "get_attr" and "." not in n.target
-    ]
-    held += list((getattr(compiled, "constants", None) or {}).values())
-    return [t for t in held if isinstance(t, torch.Tensor)]

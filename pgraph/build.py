@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from pgraph.capture import record
+from pgraph.culprit import culprit_of
 from pgraph.drivers.base import Driver, Exec
+from pgraph.errors import MatchError
 from pgraph.match import RangeMap, match
 from pgraph.plan import Lifetime, Plan, make_plan, survives
 from pgraph.template import Recording, Region, Slot, Template
@@ -71,13 +73,7 @@ def build(
     with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
         first = record(driver, first_arena, fn, inputs, alignments, namespaces)
         second = record(driver, second_arena, fn, inputs, alignments, namespaces)
-        slots = match(
-            first,
-            second,
-            framework=driver.framework_ranges(),
-            workspaces=driver.workspaces(),
-            constants=RangeMap([_storage(t) for t in constants]),
-        )
+        slots = _slots(driver, first, second, constants)
         shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(first, second, slots, kept_inputs, shared, slack_bytes)
         execs = tuple(
@@ -88,6 +84,22 @@ def build(
     if log.isEnabledFor(logging.DEBUG):
         log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
     return built
+
+
+def _slots(
+    driver: Driver, first: Recording, second: Recording, constants: Sequence[torch.Tensor]
+) -> tuple[Slot, ...]:
+    """Raises MatchError, with the op at fault where one is."""
+    try:
+        return match(
+            first,
+            second,
+            framework=driver.framework_ranges(),
+            workspaces=driver.workspaces(),
+            constants=RangeMap([_storage(t) for t in constants]),
+        )
+    except MatchError as e:
+        raise MatchError(e.reason, node=e.node, culprit=culprit_of(first, second, e.node)) from None
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:

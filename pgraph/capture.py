@@ -21,6 +21,7 @@ import gc
 import logging
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -31,11 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pgraph.compat import lazily, same_counter
+from pgraph.culprit import dispatch_at, dispatch_of
 from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Session, extent, patched
 from pgraph.errors import CaptureError, DriverError
 from pgraph.nodes import is_foreign, is_own, op_name
 from pgraph.reasons import Reason
-from pgraph.template import Allocation, OutputSpec, Recording, TensorSpec
+from pgraph.template import Allocation, Dispatch, OutputSpec, Recording, TensorSpec
 from pgraph.topology import Topology
 
 __all__ = ["may_pass", "record"]
@@ -69,6 +71,8 @@ class _Recorder(TorchDispatchMode):
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
         self.own: set[int] = set()
+        self.ops: list[Dispatch] = []
+        self._times: Counter[Any] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +82,7 @@ class _Recorder(TorchDispatchMode):
             result = self._session.run_op(func, args, kwargs or {})
             after = self._session.node_count()
         except Exception as e:
-            raise _failure(e, op_name(func)) from e
+            raise _failure(e, self._dispatch(func, args, kwargs, before, before)) from e
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
@@ -87,9 +91,20 @@ class _Recorder(TorchDispatchMode):
         elif is_foreign(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
-                raise CaptureError(_not_recorded(op_name(func)), op_name(func))
+                culprit = self._dispatch(func, args, kwargs, before, after)
+                raise CaptureError(_not_recorded(op_name(func)), culprit=culprit)
+        if after > before:
+            self.ops.append(self._dispatch(func, args, kwargs, before, after))
         self.boundary()
         return result
+
+    def _dispatch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, first: int, end: int
+    ) -> Dispatch:
+        found = dispatch_of(func, args, kwargs or {}, first, end)
+        key = found.op, found.tensors, found.literals
+        self._times[key] += 1
+        return dataclasses.replace(found, nth=self._times[key] - 1)
 
     @property
     def arena(self) -> Arena:
@@ -273,7 +288,10 @@ def _record(
         results = fn(arguments)
     arguments.clear()
     recorder.boundary()
-    graph, nodes, order = session.end()
+    try:
+        graph, nodes, order = session.end()
+    except CaptureError as e:
+        raise CaptureError(e.reason, e.op, culprit=dispatch_at(recorder.ops, e.node)) from None
     recorder.add_hidden()
     recorder.meet(order)
     ranges, moved = _merge(recorder.ranges, n_inputs)
@@ -283,7 +301,9 @@ def _record(
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack, r.library) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
     own, steps = recorder.own_nodes(order), recorder.steps(order)
-    return Recording(nodes, order, allocations, n_inputs, specs, ghosts, graph, own, steps)
+    return Recording(
+        nodes, order, allocations, n_inputs, specs, ghosts, graph, own, steps, tuple(recorder.ops)
+    )
 
 
 def _merge(ranges: list[_Range], n_inputs: int) -> tuple[list[_Range], list[int]]:
@@ -413,10 +433,11 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
 
 
-def _failure(error: Exception, op: str | None = None) -> CaptureError | DriverError:
+def _failure(error: Exception, culprit: Dispatch | None = None) -> CaptureError | DriverError:
     """What to raise for it, without the frames that it came through."""
     if isinstance(error, CaptureError):
-        return CaptureError(error.reason, error.op or op)
+        return CaptureError(error.reason, error.op, culprit=error.culprit or culprit)
+    op = culprit.op if culprit is not None else None
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     if may_pass(error):
@@ -428,7 +449,7 @@ def _failure(error: Exception, op: str | None = None) -> CaptureError | DriverEr
             f"the capture stopped{f' in {op}' if op else ''}: {type(error).__name__}: {first}",
             "mark the op with pgraph.mark_unsafe, so that the rest of the partition stays in a graph",
         ),
-        op,
+        culprit=culprit,
     )
 
 

@@ -7,7 +7,9 @@ the sources of 2.11; `tests/test_compat.py` has a test for each.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -20,8 +22,8 @@ import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized, view_to_reshape
 from torch._inductor.utils import BoxedBool
 from torch.fx.graph import _BoxedCodeGen
 
@@ -32,6 +34,7 @@ __all__ = [
     "boxed_module",
     "compile_graph",
     "compile_model",
+    "compiling_again",
     "donated_inputs",
     "donating",
     "eager_backward",
@@ -45,10 +48,12 @@ __all__ = [
     "intercepted",
     "is_compiled",
     "lazily",
+    "output_strides",
     "own_output_strides",
     "partition_ops",
     "plain_symbol",
     "profiling",
+    "propagate",
     "reinterpret",
     "same_counter",
     "static_inputs",
@@ -57,6 +62,7 @@ __all__ = [
     "tensor_layout",
     "tensor_shims",
     "traced_function",
+    "tracing",
     "unknown_settings",
     "unwrap_mutations",
 ]
@@ -124,6 +130,75 @@ def compile_graph(
     kwargs["cudagraphs"] = BoxedBool(False)
     with inductor_config.patch({**settings, **_INNER_CONFIG}):
         return compile_fx_inner(gm, list(inputs), **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tracing:
+    """What compiling needs of the compilation that is under way, less the user's model.
+
+    Args:
+        fake_mode: of the traced values.
+        metadata: AOTAutograd's of the forward; None outside of it.
+    """
+
+    fake_mode: Any
+    metadata: Any
+
+
+def tracing(inputs: Sequence[Any]) -> Tracing:
+    """That of today; 2.13, and in the sources of 2.11.
+
+    Args:
+        inputs: example inputs of the graph.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    metadata = context.fw_metadata if context is not None else None
+    return Tracing(mode or detect_fake_mode(list(inputs)), copy.copy(metadata))
+
+
+@contextlib.contextmanager
+def compiling_again(kept: Tracing) -> Iterator[Callable[[], bool]]:
+    """Compile part of a graph once more, when its program runs already; 2.13, and in the sources of 2.11.
+
+    One at a time, as Dynamo compiles. The generator's state, autocast and grad mode stay out of it. Inside,
+    whoever enters gets a function that tells whether the compiler has assumed more of the sizes than
+    Dynamo's guards promise: nobody would check that any more, so its code must not be used.
+    """
+    context = TracingContext(kept.fake_mode)
+    context.fw_metadata = kept.metadata
+    env = getattr(kept.fake_mode, "shape_env", None)
+
+    def assumed() -> tuple[int, int]:
+        return (env.counter["ignored_backward_guard"], len(env.guards)) if env is not None else (0, 0)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._dynamo.convert_frame.compile_lock)
+        stack.enter_context(torch._dynamo.utils.preserve_rng_state())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch._guards.tracing(context))
+        before = assumed()
+        yield lambda: assumed() != before
+
+
+def propagate(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Compute ``meta["val"]`` of a graph anew, as Inductor does for inputs that have other strides than were
+    traced; 2.13, and in the sources of 2.11.
+    """
+    view_to_reshape(gm)
+    with torch.no_grad():
+        fake_tensor_prop(gm, list(inputs))
+
+
+def output_strides(compiled: Any) -> list[tuple[str, ...] | None] | None:
+    """The strides, as text, that Inductor's code gives its results (None for what is no tensor); None if the
+    code does not tell; 2.13, and in the sources of 2.11.
+    """
+    found = getattr(compiled, "output_strides", None)
+    if found is None:
+        return None
+    return [tuple(map(str, strides)) if strides is not None else None for strides in found]
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pgraph.reasons import Reason
+    from pgraph.template import Dispatch
 
 __all__ = [
     "CaptureError",
@@ -50,10 +51,19 @@ class PlanError(PgraphError, ValueError):
 
 
 class _Refused(PgraphError):  # noqa: N818 - a base, never raised itself
-    def __init__(self, reason: Reason, op: str | None = None) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        op: str | None = None,
+        *,
+        node: int | None = None,
+        culprit: Dispatch | None = None,
+    ) -> None:
         super().__init__(str(reason))
         self.reason = reason
-        self.op = op  # "ns::name", where one op is known to be at fault
+        self.op = op or (culprit.op if culprit is not None else None)  # "ns::name" of the op at fault
+        self.node = node  # position in the recording of the node at fault
+        self.culprit = culprit  # the call at fault
 
 
 class CaptureError(_Refused):

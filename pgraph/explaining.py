@@ -79,7 +79,8 @@ class _Session:
                     self._step(args, kwargs)
                 measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
             between = observe.count_ops(lambda: self._fn(*args, **kwargs))
-        seen = list(dict.fromkeys(run.part for step in self._history for run in step))
+        live = set(stats.live_parts())  # those that were split are gone
+        seen = [p for p in dict.fromkeys(run.part for step in self._history for run in step) if p in live]
         numbers = {part.stats.facts.graph.number for part in seen}
         idle = [
             p
@@ -149,6 +150,7 @@ def _part(part: Any, measured: Sequence[Sequence[observe.Run]]) -> PartExplanati
         kind=known.graph.kind,
         graph=known.graph.number,
         part=known.index or 0,
+        piece=known.piece,
         state=counters.state,
         ops=known.ops,
         kernels=len(template.nodes) if template else None,
@@ -162,6 +164,8 @@ def _part(part: Any, measured: Sequence[Sequence[observe.Run]]) -> PartExplanati
         calls=len(times[-1]),
         seconds=min((sum(step) for step in times if step), default=None),
         reasons=counters.reasons,
+        splits=counters.splits,
+        split_s=counters.split_s,
     )
 
 

@@ -40,6 +40,9 @@ class PartExplanation:
         calls: in one step.
         seconds: of host time in one step, all calls together; None if it did not run.
         reasons: why it is not captured.
+        piece: position in what pgraph made of the part when it split it by itself; None if it did not.
+        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        split_s: seconds that these splits took, compilation included.
     """
 
     name: str
@@ -59,6 +62,14 @@ class PartExplanation:
     calls: int
     seconds: float | None
     reasons: tuple[Reason, ...]
+    piece: int | None = None
+    splits: int = 0
+    split_s: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
+        return f"{self.part}" if self.piece is None else f"{self.part}.{self.piece}"
 
     @property
     def device_ops(self) -> int:

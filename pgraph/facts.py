@@ -31,7 +31,17 @@ from pgraph.partition import Part
 from pgraph.ranges import module_of
 from pgraph.reasons import Reason
 
-__all__ = ["GraphFacts", "PartFacts", "Step", "captured_ops", "graph_facts", "part_facts", "same_cause"]
+__all__ = [
+    "GraphFacts",
+    "PartFacts",
+    "Step",
+    "captured_ops",
+    "graph_facts",
+    "part_facts",
+    "respliced",
+    "same_cause",
+    "split_facts",
+]
 
 Kind = Literal["forward", "backward", "inference"]
 
@@ -85,6 +95,7 @@ class PartFacts:
     Args:
         graph: the graph that it is a part of.
         index: position among the parts; None if the graph was not cut.
+        piece: position among what pgraph made of a part when it split it by itself.
         safe: whether it may be captured.
         ops: (name, count) of its device ops, in order of first use.
         reasons: why it may not be captured.
@@ -101,10 +112,16 @@ class PartFacts:
     places: tuple[tuple[str, str], ...] = ()
     foreign: tuple[str, ...] = ()
     module: str = ""
+    piece: int | None = None
 
     @property
     def name(self) -> str:
-        return self.graph.name if self.index is None else f"{self.graph.name}, part {self.index}"
+        return self.graph.name if self.index is None else f"{self.graph.name}, part {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
+        return f"{self.index or 0}" if self.piece is None else f"{self.index or 0}.{self.piece}"
 
     @property
     def label(self) -> str:
@@ -151,6 +168,10 @@ def graph_facts(
         judged: what the safety rules said of each node.
     """
     causes = _causes(graph, judged)
+    return GraphFacts(kind, number, min_ops, _steps(parts, causes), broken), causes
+
+
+def _steps(parts: Sequence[Part], causes: Mapping[Node, Reason]) -> tuple[Step, ...]:
     steps: list[Step] = []
     for part in parts:
         for node in part.nodes:
@@ -161,7 +182,41 @@ def graph_facts(
                 steps[-1] = Step(steps[-1].ops + 1, reason)
             else:
                 steps.append(Step(1, reason))
-    return GraphFacts(kind, number, min_ops, tuple(steps), broken), causes
+    return tuple(steps)
+
+
+def split_facts(
+    whole: PartFacts, first: int, parts: Sequence[Part], refused: Mapping[Node, Reason]
+) -> list[PartFacts]:
+    """The facts of the parts of a part; they have new facts of the graph in common.
+
+    Args:
+        whole: the part that was split.
+        first: device ops of the graph that run before it.
+        parts: of its nodes, in order.
+        refused: why nodes stay outside.
+    """
+    graph = respliced(whole.graph, first, whole.device_ops, _steps(parts, refused))
+    found = []
+    for part in parts:
+        facts = part_facts(graph, part, refused, whole=False)
+        if whole.index is not None:
+            facts = dataclasses.replace(facts, index=whole.index, piece=part.index)
+        found.append(facts)
+    return found
+
+
+def respliced(graph: GraphFacts, first: int, ops: int, steps: Sequence[Step]) -> GraphFacts:
+    """A graph of which `ops` device ops, from number `first` on, have other steps than they had."""
+    before, after, at = [], [], 0
+    for step in graph.steps:
+        end = at + step.ops
+        if at < first:
+            before.append(Step(min(end, first) - at, step.reason))
+        if end > first + ops:
+            after.append(Step(end - max(at, first + ops), step.reason))
+        at = end
+    return dataclasses.replace(graph, steps=(*before, *steps, *after))
 
 
 def part_facts(graph: GraphFacts, part: Part, causes: Mapping[Node, Reason], *, whole: bool) -> PartFacts:

@@ -113,15 +113,19 @@ def match(
             constant tensors): words pointing there are legitimate constants.
 
     Raises:
-        MatchError: the captures differ in more than addresses, or a word is ambiguous.
+        MatchError: the captures differ in more than addresses, or a word is ambiguous; with the node where
+            it is one node that is at fault.
     """
     _same_structure(a, b)
     matcher = _Matcher(a, b, framework, workspaces, constants)
-    return tuple(
-        slot
-        for index, (node_a, node_b) in enumerate(zip(a.nodes, b.nodes, strict=True))
-        for slot in matcher.node(index, node_a, node_b)
-    )
+    slots: list[Slot] = []
+    for index, (node_a, node_b) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+        try:
+            slots += matcher.node(index, node_a, node_b)
+        except MatchError as e:
+            e.node = index
+            raise
+    return tuple(slots)
 
 
 def _same_structure(a: Recording, b: Recording) -> None:
@@ -129,10 +133,12 @@ def _same_structure(a: Recording, b: Recording) -> None:
         raise _refuse("nodes-differ", f"two captures recorded {len(a.nodes)} and {len(b.nodes)} nodes")
     for i, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=True)):
         if x.kind != y.kind or x.header != y.header or len(x.params) != len(y.params):
-            raise _refuse(
+            error = _refuse(
                 "nodes-differ",
                 f"node {i} is {x.kind} {x.name} in one capture and {y.kind} {y.name} in another",
             )
+            error.node = i
+            raise error
     if a.order != b.order:
         raise _refuse("nodes-differ", "the nodes of two captures wait for one another in different ways")
     sizes_a = [(r.nbytes, r.birth) for r in a.allocations]

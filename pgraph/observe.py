@@ -128,6 +128,11 @@ class PlainPart:
         self._plain = plain
         stats.register(self)
 
+    @property
+    def code(self) -> Callable[[list[Any]], Any]:
+        """The part's own code."""
+        return self._plain
+
     def __call__(self, args: list[Any]) -> Any:
         if watch is not None and watch.outside():
             return watch.call(self, args)

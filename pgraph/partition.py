@@ -21,7 +21,7 @@ from pgraph.errors import PgraphError
 from pgraph.nodes import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
 from pgraph.reasons import Reason
 
-__all__ = ["Call", "Const", "Part", "SplitPlan", "extract", "scan"]
+__all__ = ["Call", "Const", "Part", "SplitPlan", "extract", "scan", "twin"]
 
 Refuse = Callable[[Node], Reason | None]
 
@@ -328,6 +328,28 @@ def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]
     module = GraphModule(gm, graph, class_name=f"Part{part.index}")
     module.meta = dict(gm.meta)
     return module
+
+
+def twin(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """A copy of a graph that stays as it is when `gm` is compiled; tensors are shared.
+
+    Args:
+        inputs: example inputs that `gm` is compiled for; they become the values of its placeholders.
+    """
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, made))
+    new, old = graph.output_node(), gm.graph.output_node()
+    new.meta = copy.copy(old.meta)
+    copied = GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(found := _attribute(gm, str(node.target)), GraphModule):
+            setattr(copied, str(node.target), copy.deepcopy(found))  # Inductor rewrites subgraphs in place
+    placeholders = (node for node in graph.nodes if node.op == "placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        node.meta["val"] = value
+    return copied
 
 
 def _attribute(module: torch.nn.Module, target: str) -> Any:

@@ -97,7 +97,7 @@ def _reason(reason: Reason, indent: str) -> list[str]:
 def _part(part: PartExplanation, times: bool) -> list[str]:
     calls = f" x {part.calls}" if part.calls > 1 else ""
     took = f", {part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
-    lines = [f"  part {part.part}: {part.state}{calls}, {amount(part.device_ops, 'device op')}{took}"]
+    lines = [f"  part {part.place}: {part.state}{calls}, {amount(part.device_ops, 'device op')}{took}"]
     if part.ops:
         lines.append(f"    ops: {_ops(part.ops)}")
     if part.kernels is not None:
@@ -110,6 +110,9 @@ def _part(part: PartExplanation, times: bool) -> list[str]:
             f"    plan: {amount(part.chunks, 'chunk')}, {amount(part.blocks, 'block')}, "
             f"peak {part.plan_peak:,} B, eager {part.eager_peak:,} B"
         )
+    if part.splits:
+        cost = f", in {part.split_s:.1f} s" if times else ""
+        lines.append(f"    split by pgraph itself {amount(part.splits, 'time')}{cost}")
     for reason in part.reasons:
         lines += _reason(reason, " " * 4)
     return lines

@@ -6,6 +6,9 @@ alignments of its arguments)::
     COLD --plain run--> WARM --captured twice, matched, planned--> READY: launch for ever
                           \\--anything refused--> REFUSED: plain running, with the reason
 
+Where one op is at fault, the partition is split around it instead (`pgraph.resplit`), and its pieces run
+in its place from then on.
+
 Nothing is lost on the way: a capture runs nothing, so the call that was to be captured can always
 run plainly instead.
 """
@@ -17,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +37,11 @@ from pgraph.options import Options
 from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
-from pgraph.template import Template
+from pgraph.template import Dispatch, Template
 from pgraph.variant import State, Trait, Variant, alignments
+
+if TYPE_CHECKING:
+    from pgraph.resplit import Piece
 
 __all__ = ["Boxed", "PartitionRunner"]
 
@@ -94,10 +100,22 @@ class PartitionRunner:
         self._seen = 0  # launches counted when the slow path was last taken
         self._refusals = self._failures = 0
         self._short = False
+        self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
+        self._pending: tuple[Variant, Reason, Dispatch | None] | None = None
+        self._instead: Boxed | None = None
+        self.piece: Piece | None = None  # until it is captured or refused
         self._lock = threading.RLock()
         stats.register(self)
 
+    @property
+    def code(self) -> Boxed:
+        """The partition's own code."""
+        return self._plain
+
     def __call__(self, args: list[Any]) -> Any:
+        instead = self._instead
+        if instead is not None:
+            return instead(args)
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         if self._carries_tangents and compat.forward_mode():
@@ -128,7 +146,14 @@ class PartitionRunner:
                 return done[0]
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if addresses is None:
+            if self._given_up and self._sizes.of(args) in self._given_up:
+                return self._run_plainly(args, None)
             variant = self._choose(args)
+            if self._pending is not None:
+                self._resolve()
+                instead = self._instead
+                if instead is not None:
+                    return instead(args)
             launcher = variant.launcher if variant is not None else None
             addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if launcher is None or addresses is None or self._driver.is_capturing():
@@ -172,9 +197,27 @@ class PartitionRunner:
                 self._release(variant)
             self._variants.clear()
             self._keeper = Keeper(self._options.max_captures, self._options.warmup)
-            self._last = None
+            self._last = self._pending = None
             self._refusals = self._failures = 0
+            self._given_up.clear()
             self.stats.reason = None
+
+    def replace(self, run: Boxed) -> None:
+        """Have other code run in this partition's place, what was split from it."""
+        self._instead = run
+
+    def retire(self) -> None:
+        """It is never to come back: let its own code go."""
+        with self._lock:
+            if self._instead is not None:
+                self._plain = self._instead
+                self._namespaces = self._constants = ()
+
+    def give_up(self, reason: Reason) -> None:
+        """Come back, to run plainly: what was split from it could not be captured either."""
+        self.stats.reason = reason
+        self._instead = None
+        log.warning("%s runs plainly: %s", self.name, reason)
 
     # -- the slow path ----------------------------------------------------------------------
 
@@ -220,6 +263,7 @@ class PartitionRunner:
                     return None
                 if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
                     self._insist(self.stats.reason)
+                    self._give_up(args)
                     return None
                 variant = self._variant(args)
                 if variant is None:
@@ -233,7 +277,14 @@ class PartitionRunner:
             self._insist(variant.reason)
             if variant.launcher is not None:
                 self._last = variant
+            elif variant.reason is not None:
+                self._give_up(args)
             return variant
+
+    def _give_up(self, args: Sequence[Any]) -> None:
+        """Next time, look no further than the sizes: what never launches should cost no more than that."""
+        if self._pending is None and not self._captured() and not self._options.require_full_capture:
+            self._given_up.add(self._sizes.of(args))
 
     def _find(self, args: Sequence[Any]) -> Variant | None:
         """The variant that can be launched on these arguments; it becomes the most recently used."""
@@ -331,7 +382,7 @@ class PartitionRunner:
                 slack_bytes=self._options.memory_slack_mb << 20,
             )
         except (CaptureError, MatchError) as e:
-            self._refuse(variant, self.stats.facts.placed(e.reason, e.op))
+            self._refuse(variant, self.stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:
             if may_pass(e):
                 self._later(variant, e)
@@ -340,6 +391,9 @@ class PartitionRunner:
                 self._refuse(variant, _unexpected(e))
         else:
             self._failures = 0
+            if self.piece is not None:
+                self.piece.captured()
+                self.piece = None
             variant.built = built
             variant.launcher = Launcher(built, [position for position, *_ in variant.tensors])
             variant.call = native_call(variant.launcher, variant.tensors, variant.others, variant.traits)
@@ -368,10 +422,36 @@ class PartitionRunner:
         )
         self._short = True
 
-    def _refuse(self, variant: Variant, reason: Reason) -> None:
+    def _refuse(self, variant: Variant, reason: Reason, culprit: Dispatch | None = None) -> None:
         self._release(variant)
         variant.reason = reason
         self._refusals += 1
+        if self.piece is not None:
+            self._pending = variant, reason, culprit
+        else:
+            self._tell(reason)
+
+    def _resolve(self) -> None:
+        """After a refusal: split, if one op is to blame for it, or run plainly. Called without the lock.
+
+        Compiling takes other locks, which somebody may hold who waits for this partition's (Dynamo's reset).
+        """
+        with self._lock:
+            piece, pending = self.piece, self._pending
+        if piece is None or pending is None:
+            return
+        variant, reason, culprit = pending
+        with piece.turn() as mine:
+            if not mine or self._pending is not pending:
+                return  # another thread is at it; so it is tried again at the next call, or done
+            told = piece.refused(reason, culprit)
+            with self._lock:
+                self.piece = self._pending = None
+                if told is not None:
+                    variant.reason = told
+                    self._tell(told)
+
+    def _tell(self, reason: Reason) -> None:
         told = self.stats.reason is not None and self.stats.reason.code == reason.code
         log.log(logging.INFO if told else logging.WARNING, "%s runs plainly: %s", self.name, reason)
         self.stats.reason = reason

@@ -88,13 +88,17 @@ class Sizes:
         self._last: tuple[int, ...] | None = None
         self._varying = self._evicting = self._crowded = False
 
+    def of(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """All of them today."""
+        return tuple(d.of(args) for d in self.dimensions)
+
     def wanted(self, args: Sequence[Any]) -> bool:
         """Whether sizes like these are to be captured."""
         return not self.listed or all(d.of(args) in self.listed for d in self.dimensions)
 
     def captured(self, args: Sequence[Any]) -> None:
         """Note the sizes of a capture; say once that another one was made because of them."""
-        values = tuple(d.of(args) for d in self.dimensions)
+        values = self.of(args)
         before, self._last = self._last, values
         if before is None or before == values:
             return
@@ -121,7 +125,7 @@ class Sizes:
         if self._crowded:
             return
         self._crowded = True
-        values = tuple(d.of(args) for d in self.dimensions)
+        values = self.of(args)
         changes = self._changes(self._last or values, values) or "layouts or alignments vary"
         log.warning(
             "%s: more sizes or layouts take turns than max_captures=%d, so some of them run plainly; since "

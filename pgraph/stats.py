@@ -16,7 +16,7 @@ from pgraph.words import amount
 
 if TYPE_CHECKING:
     from pgraph.build import Built
-    from pgraph.facts import PartFacts
+    from pgraph.facts import GraphFacts, PartFacts
     from pgraph.observe import PlainPart
     from pgraph.runner import PartitionRunner
 
@@ -28,7 +28,9 @@ __all__ = [
     "live_partitions",
     "live_parts",
     "register",
+    "renew",
     "report",
+    "unregister",
 ]
 
 State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
@@ -52,6 +54,8 @@ class PartitionStats:
         launches: calls served by a launch.
         rewritten_nodes: nodes set, over all launches.
         plain_runs: calls served by plain code (warm-up included).
+        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        split_s: seconds that these splits took, compilation included.
         reason: why it fell back, if it did.
     """
 
@@ -66,6 +70,8 @@ class PartitionStats:
     launches: int = 0
     rewritten_nodes: int = 0
     plain_runs: int = 0
+    splits: int = 0
+    split_s: float = 0.0
     reason: Reason | None = None
 
     def captured(self, built: Built) -> None:
@@ -107,6 +113,7 @@ class PartitionStats:
             "kind": self.facts.graph.kind,
             "graph": self.facts.graph.number,
             "part": self.facts.index or 0,
+            "piece": self.facts.piece,
             "state": self.state,
             "device_ops": self.facts.device_ops,
             "ops": dict(self.facts.ops),
@@ -169,25 +176,43 @@ class Report:
         return self._sum("capture_s")
 
     @property
+    def splits(self) -> int:
+        return self._sum("splits")
+
+    @property
+    def split_s(self) -> float:
+        return self._sum("split_s")
+
+    @property
     def fallbacks(self) -> int:
         """Safe partitions that could not be captured after all."""
         return sum(p.reason is not None for p in self.parts)
 
     def summary(self) -> str:
-        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, memory of the execs."""
+        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""
         return (
             f"pgraph: {amount(self.captures, 'capture')}, {amount(self.nodes, 'node')}, "
             f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
             f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.fallbacks, 'fallback')}"
-            f"{_of_execs(self.exec_bytes)}"
+            f"{_of_splits(self.splits, self.split_s)}{_of_execs(self.exec_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and parts as plain data, fit for `json.dumps`."""
-        totals = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "exec_bytes")
+        totals = (
+            "captures",
+            "nodes",
+            "slots",
+            "launches",
+            "rewritten_nodes",
+            "fallbacks",
+            "exec_bytes",
+            "splits",
+        )
         return {
             **{name: getattr(self, name) for name in totals},
             "capture_s": self.capture_s,
+            "split_s": self.split_s,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
             "parts": [p.to_dict() for p in self.parts],
         }
@@ -196,15 +221,19 @@ class Report:
         lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
         for p in self.parts:
             if not p.facts.safe:
-                lines.append(f"  {p.name}: runs plainly")
+                lines.append(f"  {p.name}: runs plainly{_of_splits(p.splits, p.split_s)}")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
             what = f"{amount(p.captures, 'capture')}, {amount(p.nodes, 'node')} in "
             what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
             what += f"{amount(p.launches, 'launch')}, {amount(p.plain_runs, 'plain run')}"
-            what += _of_execs(p.exec_bytes)
+            what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
             lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
         return "\n".join(lines)
+
+
+def _of_splits(splits: int, seconds: float) -> str:
+    return f", {amount(splits, 'split')} in {seconds:.1f} s" if splits else ""
 
 
 def _of_execs(nbytes: int) -> str:
@@ -216,9 +245,25 @@ def register(part: PartitionRunner | PlainPart) -> None:
     _parts.add(part)
 
 
+def unregister(part: PartitionRunner | PlainPart) -> None:
+    """Leave a part out from now on: others run in its place."""
+    _parts.discard(part)
+
+
+def renew(graph: GraphFacts) -> None:
+    """Have every part of a graph refer to its new facts."""
+    for part in list(_parts):
+        if part.stats.facts.graph.number == graph.number:
+            part.stats.facts = dataclasses.replace(part.stats.facts, graph=graph)
+
+
 def live_parts() -> list[Any]:
     """Every part that is still in use, in order."""
-    return sorted(_parts, key=lambda p: (p.stats.facts.graph.number, p.stats.facts.index or 0))
+    return sorted(_parts, key=lambda part: _order(part.stats.facts))
+
+
+def _order(facts: PartFacts) -> tuple[int, int, int]:
+    return facts.graph.number, facts.index or 0, facts.piece or 0
 
 
 def live_partitions() -> list[PartitionRunner]:

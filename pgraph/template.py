@@ -16,6 +16,7 @@ from pgraph.words import amount
 
 __all__ = [
     "Allocation",
+    "Dispatch",
     "NodeRecord",
     "OutputSpec",
     "Recording",
@@ -110,6 +111,26 @@ class OutputSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One op that was dispatched while a partition was captured.
+
+    Args:
+        op: ``ns::name``.
+        first, end: the nodes that it recorded; the same count twice if it failed.
+        tensors: (dtype, size, stride) of the tensors among its arguments, in order.
+        literals: numbers, texts and the like among its arguments, in order.
+        nth: how many calls of the op with such arguments came before.
+    """
+
+    op: str
+    first: int
+    end: int
+    tensors: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...] = ()
+    literals: tuple[Any, ...] = ()
+    nth: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Recording:
     """One capture. `allocations[:n_inputs]` are the inputs' aliases, in input order.
 
@@ -124,6 +145,7 @@ class Recording:
         own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
         steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
             of them lie the nodes of one op, of generated kernels, or of ops that overlap.
+        ops: those that recorded nodes, in order. Generated kernels belong to none.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -135,6 +157,7 @@ class Recording:
     graph: Any
     own: frozenset[int] = frozenset()
     steps: tuple[int, ...] = ()
+    ops: tuple[Dispatch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

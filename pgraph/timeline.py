@@ -78,7 +78,7 @@ def _bar(part: PartExplanation, times: bool) -> str:
     for reason in part.reasons:
         facts += [f"[{reason.code}] {reason.sentence}", place(reason) or "", f"fix: {reason.fix}"]
     title = _escape("\n".join(fact for fact in facts if fact))
-    label = _escape(f"{mark} part {part.part}: {amount(part.device_ops, 'op')} {took}".rstrip())
+    label = _escape(f"{mark} part {part.place}: {amount(part.device_ops, 'op')} {took}".rstrip())
     style = f"flex:{max(weight, 0.1):.1f};background:{colour}"
     return f'<div class="bar" style="{style}" title="{title}">{label}</div>'
 

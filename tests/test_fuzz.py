@@ -1,4 +1,4 @@
-"""Random programs on the host driver: views, in-place writes, aliases, cuts, random numbers, sizes, gradients.
+"""Random programs on the host driver: views, in-place writes, aliases, cuts, random draws, sizes, gradients.
 
 PGRAPH_FUZZ_PROGRAMS=2000 python -m pytest tests/test_fuzz.py       # as many as one likes
 """

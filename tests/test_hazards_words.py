@@ -13,7 +13,7 @@ from support import host, launching, same, shows, with_and_without
 from torch import Tensor, nn
 
 import pgraph
-from pgraph import backend, build, capture, match
+from pgraph import build, capture, compile_graph, match
 from pgraph.drivers import host as host_driver
 from pgraph.drivers.faults import HostFaults, inject
 from pgraph.errors import MatchError
@@ -208,8 +208,8 @@ def test_hazard_14_random_numbers_differ_from_launch_to_launch(
 ) -> None:
     """Draws stay outside; recorded, each launch would repeat the captured offset."""
     if not cured:
-        safe = functools.partial(backend.refusal, rng_is_safe=True)
-        monkeypatch.setattr(backend, "refusal", safe)
+        safe = functools.partial(compile_graph.refusal, rng_is_safe=True)
+        monkeypatch.setattr(compile_graph, "refusal", safe)
         monkeypatch.setattr(host_driver, "refuse_random", lambda op, args, kwargs: None)
         real, seeds = host_driver.OpCall.__call__, itertools.repeat(11)
 

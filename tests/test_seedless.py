@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pgraph
-from pgraph import backend, compat, native
+from pgraph import backend, compat, compile_graph, native
 from pgraph.options import parse
 from pgraph.seedless import unwrap
 
@@ -287,7 +287,7 @@ def test_a_generator_among_the_arguments(last: bool, in_c: bool, monkeypatch: py
     gm = made.module(doubled)
     options = parse({"driver": "host", "codegen": "aten", "min_ops": 1})
     values = [node.meta["val"] for node in inputs]
-    run = backend._compile(gm, values, options, "forward", backend._compile_aten, None)
+    run = compile_graph.compile_parts(gm, values, options, "forward", backend._compile_aten, None)
 
     def call() -> tuple[Tensor, Tensor]:
         qkv = [torch.randn(2, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
@@ -436,7 +436,9 @@ def test_dropout_beside_attention_is_refused_alone() -> None:
 
 def test_plain_running_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device to capture there is nothing to gain."""
-    monkeypatch.setattr(backend, "unwrap", lambda gm: pytest.fail("a graph that nobody captures was changed"))
+    monkeypatch.setattr(
+        compile_graph, "unwrap", lambda gm: pytest.fail("a graph that nobody captures was changed")
+    )
     model = Checkpointed()
     run = host(model, driver="auto")
     x = torch.randn(2, 6, 16, requires_grad=True)

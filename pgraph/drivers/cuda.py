@@ -42,7 +42,7 @@ from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, NativeCal
 from pgraph.drivers.cuda_exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda_ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
 from pgraph.drivers.cuda_nodes import check as _check
-from pgraph.drivers.cuda_nodes import ordered_nodes, read_node
+from pgraph.drivers.cuda_nodes import ordered_nodes, read_nodes
 from pgraph.errors import CaptureError, DriverError, LaunchError
 from pgraph.match import RangeMap
 from pgraph.native import address_of
@@ -108,7 +108,7 @@ class CudaSession(Session):
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.nodes, order = ordered_nodes(graph)
-        return owner, tuple(read_node(node) for node in owner.nodes), order
+        return owner, read_nodes(owner.nodes), order
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden

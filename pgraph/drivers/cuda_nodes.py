@@ -20,7 +20,7 @@ from pgraph.reasons import Reason
 from pgraph.template import NodeRecord
 from pgraph.topology import Topology, chain, in_order, topology
 
-__all__ = ["check", "node_reason", "ordered_nodes", "read_node"]
+__all__ = ["check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -55,6 +55,22 @@ def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
     assert order is not None, "a CUDA graph has no circles"
     place = {position: i for i, position in enumerate(order)}
     return [nodes[position] for position in order], topology(count, [(place[s], place[t]) for s, t in edges])
+
+
+def read_nodes(nodes: Sequence[Any]) -> tuple[NodeRecord, ...]:
+    """All nodes as records.
+
+    Raises:
+        CaptureError: a node, whose position the error has, is of a kind that cannot be rebound.
+    """
+    records = []
+    for position, node in enumerate(nodes):
+        try:
+            records.append(read_node(node))
+        except CaptureError as e:
+            e.node = position
+            raise
+    return tuple(records)
 
 
 def read_node(node: Any) -> NodeRecord:

@@ -45,6 +45,8 @@ class HostFaults:
         stale: append a word that still holds the address of a range already dead.
         pointer_constant: append this word to each kernel node, the same in every capture.
         moving_words: append one word that takes these values, one per capture in turn.
+        padded: ops whose nodes get such words; empty: all.
+        refused: ops that cannot be recorded.
         tables: ops (packet names such as ``"mm"``) that get their addresses through a table in
             memory, written by a node of its own.
         scratch: ops that use scratch inside and place their result over it afterwards.
@@ -63,6 +65,8 @@ class HostFaults:
     stale: bool = False
     pointer_constant: int | None = None
     moving_words: tuple[int, ...] = ()
+    padded: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
     scratch: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()

@@ -165,6 +165,8 @@ class HostSession(Session):
         fault.active().step("second-op" if self._second else "op")
         if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
             return op(*args, **kwargs)
+        if op.overloadpacket.__name__ in fault.active().refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
         refuse_random(op, args, kwargs)
         refuse_mixed_norms(op, args, kwargs)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
@@ -263,10 +265,12 @@ class HostSession(Session):
             self._add("kernel", f"{name}_prepare", (TABLE, len(words)), [table, *words])
             self._add("kernel", name, (call, codes, "table"), [table])
             return
-        self._add("kernel", name, (call, codes), words + self._padding())
+        self._add("kernel", name, (call, codes), words + self._padding(name))
 
-    def _padding(self) -> list[int]:
+    def _padding(self, name: str) -> list[int]:
         faults = fault.active()
+        if faults.padded and name not in faults.padded:
+            return []
         words = [int.from_bytes(os.urandom(8), "little") >> 20 for _ in range(faults.garbage)]
         if faults.stale:
             dead = next((h.address for h in self._hidden if h.freed), None)
