@@ -21,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
 from pgraph import compat, drivers, optable, stats, strict
+from pgraph.borders import Borders, CompilePart, bring_up_to_date
 from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
 from pgraph.errors import FullCaptureError, OptionError
@@ -35,7 +36,7 @@ from pgraph.runner import Boxed, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
-from pgraph.strides import keep_strides
+from pgraph.storage import count_from_owners
 from pgraph.variant import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
 
 __all__ = ["Backend", "backend"]
@@ -101,9 +102,6 @@ backend = Backend()
 
 # -- one ATen graph ------------------------------------------------------------------------------
 
-# (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
-_CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
-
 
 def _build(
     gm: torch.fx.GraphModule,
@@ -168,7 +166,7 @@ def _compile(
     example_inputs: Sequence[Any],
     options: Options,
     kind: Kind,
-    compile_part: _CompilePart,
+    compile_part: CompilePart,
     broken: Reason | None,
 ) -> Boxed:
     """Unwrap what draws nothing, cut one ATen graph, compile the parts, and put a runner around them."""
@@ -186,7 +184,7 @@ def _compile_parts(
     driver: Driver | None,
     options: Options,
     kind: Kind,
-    compile_part: _CompilePart,
+    compile_part: CompilePart,
     broken: Reason | None,
 ) -> Boxed:
     parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
@@ -202,6 +200,11 @@ def _compile_parts(
     if driver is None:
         compiled = compile_part(gm, example_inputs, None)
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
+    chosen_strides = options.codegen != "aten"
+    if len(parts) > 1:
+        count_from_owners(gm.graph)
+        if chosen_strides:
+            bring_up_to_date(gm, example_inputs)
     split = extract(gm, parts)
     static = compat.static_inputs(gm, kind == "backward")
     gradients = compat.tangents(gm) if kind == "backward" else ()
@@ -216,18 +219,17 @@ def _compile_parts(
     # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was traced.
     unsteady = {None, *gradients} if gradients else set()
     runners = []
-    with compat.own_output_strides(len(split.output_slots)):
+    borders = Borders(gm, example_inputs if chosen_strides else None, split)
+    with compat.own_output_strides() as output_strides:
         for call, part in zip(split.calls, facts, strict=True):
-            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
             fixed = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in static]
             own = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in donated]
             with compat.donating([i for i in own if reads[call.inputs[i]] == 1]):
-                compiled = compile_part(call.module, inputs, fixed)
-            if options.codegen != "aten":
-                compiled = keep_strides(call.module, compiled)
+                compiled = borders.compile(call, compile_part, fixed)
             lazy = [i for i, slot in enumerate(call.inputs) if position_of.get(slot) in unsteady]
             watched = _watched(call.module, options, kind, lazy)
             runners.append(_runner(part, call, compiled, driver, options, frozenset(fixed), watched))
+        output_strides += borders.output_strides()
     return compat.boxed(GraphRunner(split, runners))
 
 
