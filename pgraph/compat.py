@@ -25,10 +25,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized, view_to_reshape
 from torch._inductor.utils import BoxedBool
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "WRAPPED_MUTATIONS",
+    "Strides",
     "assert_size_stride",
     "boxed",
     "boxed_module",
@@ -55,7 +57,10 @@ __all__ = [
     "profiling",
     "propagate",
     "reinterpret",
+    "restrided",
+    "returned_strides",
     "same_counter",
+    "same_number",
     "static_inputs",
     "symbol_source",
     "tangents",
@@ -66,6 +71,8 @@ __all__ = [
     "unknown_settings",
     "unwrap_mutations",
 ]
+
+Strides = tuple[int | torch.SymInt, ...]
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride
 """(tensor, size, stride): AssertionError if they differ; 2.11, 2.13."""
@@ -263,22 +270,59 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 @contextlib.contextmanager
-def own_output_strides(n_outputs: int) -> Iterator[None]:
+def own_output_strides() -> Iterator[list[Strides | None]]:
     """Compile several graphs for one: each would report its output strides as the whole's.
 
-    Inductor asserts that nobody reported before. The parts keep every stride as traced (all their
-    outputs count as user-visible), so afterwards there is nothing to report: one None per output.
+    Inductor asserts that nobody reported before. What is reported is what the list holds in the end: the
+    strides of each output, None where it is no tensor or where it has those of the trace.
     """
+    told: list[Strides | None] = []
     context = TracingContext.try_get()
     if context is None or context.output_strides is None:
-        yield
+        yield told
         return
     kept, context.output_strides = context.output_strides, None
     try:
-        yield
+        yield told
     finally:
         context.output_strides = kept
-        kept.extend([None] * n_outputs)
+    # Inductor, too, tells the numbers that the symbols stood for when they were traced.
+    number: Callable[[Any], Any] = (lambda n: n) if context.fakify_first_call else _hint
+    kept.extend(None if strides is None else tuple(map(number, strides)) for strides in told)
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    return number if isinstance(number, int) else int(number.node.hint)
+
+
+def returned_strides(compiled: Any, values: Sequence[Any]) -> list[Strides | None] | None:
+    """The strides of each of its results, as Inductor says of its code; 2.13, and in the sources of 2.11.
+
+    Args:
+        compiled: what `compile_graph` returned.
+        values: traced values of the graph: their symbols are those of the strides.
+
+    Returns:
+        None for what is no tensor, and where a stride depends on data; None alone where nothing is said.
+    """
+    told = getattr(compiled, "output_strides", None)
+    if told is None:
+        return None
+    mode = detect_fake_mode(list(values))
+    env = mode.shape_env if mode is not None else None
+    read: Callable[[str], Any] = int if env is None else env.deserialize_symexpr
+    return [None if strides is None else tuple(read(stride) for stride in strides) for strides in told]
+
+
+def same_number(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes or strides are equal for certain; asks without adding a guard."""
+    return bool(statically_known_true(a == b))
+
+
+def restrided(value: torch.Tensor, strides: Strides) -> torch.Tensor:
+    """A traced value with other strides, as AOTAutograd makes them of those that a forward reported."""
+    with torch.no_grad():
+        return value.as_strided(value.size(), strides)
 
 
 def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:

@@ -12,13 +12,14 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from pgraph import compat, drivers, optable, strict
+from pgraph.borders import Borders, CompilePart, bring_up_to_date
 from pgraph.drivers.base import Driver
 from pgraph.facts import Kind, PartFacts, graph_facts, part_facts
 from pgraph.graph_runner import GraphRunner
@@ -32,7 +33,7 @@ from pgraph.runner import Boxed, PartitionRunner
 from pgraph.safety import refusal
 from pgraph.seedless import unwrap
 from pgraph.sizes import dimensions
-from pgraph.strides import keep_strides
+from pgraph.storage import count_from_owners
 from pgraph.variant import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
 
 __all__ = ["CompilePart", "compile_parts"]
@@ -40,9 +41,6 @@ __all__ = ["CompilePart", "compile_parts"]
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-
-# (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
-CompilePart = Callable[[torch.fx.GraphModule, Sequence[Any], Sequence[int] | None], Boxed]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +70,18 @@ class _Compiler:
         return self._runner(gm, compiled, facts, memory, source)
 
     def parts(
-        self, split: SplitPlan, facts: Sequence[PartFacts], memory: Memory, *, again: bool = True
+        self,
+        split: SplitPlan,
+        borders: Borders,
+        facts: Sequence[PartFacts],
+        memory: Memory,
+        *,
+        again: bool = True,
     ) -> list[Any]:
         """The runners of a graph's parts, or of the parts of a part.
 
         Args:
+            borders: of `split`.
             memory: of the inputs of what was split.
             again: whether the parts may be split once more.
         """
@@ -90,7 +95,6 @@ class _Compiler:
         runners = []
         for call, part in zip(split.calls, facts, strict=True):
             places = [position_of.get(slot) for slot in call.inputs]
-            inputs = [n.meta["val"] for n in call.module.graph.nodes if n.op == "placeholder"]
             mine = Memory(
                 static=frozenset(i for i, place in enumerate(places) if place in memory.static),
                 donated=frozenset(
@@ -100,14 +104,32 @@ class _Compiler:
                 ),
                 gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
             )
-            source = self._source(call.module, inputs, part, mine, first) if again else None
+            source = self._source(call.module, borders.inputs(call), part, mine, first) if again else None
             with compat.donating(sorted(mine.donated)):
-                compiled = self.compile_part(call.module, inputs, sorted(mine.static))
-            if self.options.codegen != "aten":
-                compiled = keep_strides(call.module, compiled)
+                compiled = borders.compile(call, self.compile_part, sorted(mine.static))
             runners.append(self._runner(call.module, compiled, part, mine, source))
             first += part.device_ops
         return runners
+
+    def again(
+        self,
+        inputs: Sequence[Any],
+        gm: torch.fx.GraphModule,
+        split: SplitPlan,
+        facts: Sequence[PartFacts],
+        memory: Memory,
+    ) -> list[Any]:
+        """The runners of the parts of a part.
+
+        Args:
+            inputs: example inputs of the part.
+            gm: its graph, up to date with them.
+        """
+        return self.parts(split, self.borders(gm, inputs, split), facts, memory, again=False)
+
+    def borders(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], split: SplitPlan) -> Borders:
+        """Those of a split graph; ATen code chooses no strides."""
+        return Borders(gm, inputs if self.options.codegen != "aten" else None, split)
 
     def _source(
         self,
@@ -121,16 +143,14 @@ class _Compiler:
         worth = facts.safe and facts.device_ops > self.options.min_ops
         if self.options.require_full_capture or not worth:
             return None
-        were = tuple(n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder")
         return Source(
-            twin(module, inputs),
+            twin(module),
             tuple(inputs),
-            were,
             memory,
             first,
             compat.tracing(inputs),
             self.options,
-            functools.partial(self.parts, again=False),
+            functools.partial(self.again, inputs),
         )
 
     def _runner(
@@ -198,6 +218,10 @@ def _compile_parts(
     if driver is None:
         compiled = compile_part(gm, example_inputs, None)
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
+    if len(parts) > 1:
+        count_from_owners(gm.graph)
+        if options.codegen != "aten":
+            bring_up_to_date(gm, example_inputs)
     split = extract(gm, parts)
     memory = Memory(
         static=compat.static_inputs(gm, kind == "backward"),
@@ -207,8 +231,11 @@ def _compile_parts(
     compiler = _Compiler(driver, options, kind, compile_part, Account())
     if split.calls[0].module is gm:
         return compat.boxed(compiler.whole(gm, example_inputs, facts[0], memory))
-    with compat.own_output_strides(len(split.output_slots)):
-        return compat.boxed(GraphRunner(split, compiler.parts(split, facts, memory)))
+    borders = compiler.borders(gm, example_inputs, split)
+    with compat.own_output_strides() as output_strides:
+        runners = compiler.parts(split, borders, facts, memory)
+        output_strides += borders.output_strides()
+    return compat.boxed(GraphRunner(split, runners))
 
 
 def _scan(

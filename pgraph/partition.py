@@ -330,12 +330,8 @@ def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]
     return module
 
 
-def twin(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """A copy of a graph that stays as it is when `gm` is compiled; tensors are shared.
-
-    Args:
-        inputs: example inputs that `gm` is compiled for; they become the values of its placeholders.
-    """
+def twin(gm: GraphModule) -> GraphModule:
+    """A copy of a graph that stays as it is when `gm` is compiled; tensors are shared."""
     graph = Graph()
     made: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, made))
@@ -346,9 +342,6 @@ def twin(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(found := _attribute(gm, str(node.target)), GraphModule):
             setattr(copied, str(node.target), copy.deepcopy(found))  # Inductor rewrites subgraphs in place
-    placeholders = (node for node in graph.nodes if node.op == "placeholder")
-    for node, value in zip(placeholders, inputs, strict=True):
-        node.meta["val"] = value
     return copied
 
 

@@ -29,6 +29,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pgraph import compat, stats
+from pgraph.borders import bring_up_to_date
 from pgraph.culprit import nodes_of
 from pgraph.facts import PartFacts, Step, respliced, split_facts
 from pgraph.graph_runner import GraphRunner
@@ -37,6 +38,7 @@ from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan, extract, scan
 from pgraph.reasons import Reason
 from pgraph.runner import Boxed, PartitionRunner
+from pgraph.storage import count_from_owners
 from pgraph.template import Dispatch
 from pgraph.words import amount
 
@@ -85,33 +87,20 @@ class Source:
     Args:
         graph: a copy that nobody has changed.
         inputs: example inputs.
-        were: the inputs' values when the graph was traced.
         memory: of the inputs.
         first: device ops of the whole graph that run before it.
         traced: see `pgraph.compat.compiling_again`.
         options: of this compilation.
-        assemble: (parts, facts, memory of the inputs) -> runners.
+        assemble: (graph, parts, facts, memory of the inputs) -> runners.
     """
 
     graph: GraphModule
     inputs: tuple[Any, ...]
-    were: tuple[Any, ...]
     memory: Memory
     first: int
     traced: compat.Tracing
     options: Options
-    assemble: Callable[[SplitPlan, Sequence[PartFacts], Memory], list[Any]]
-
-    @property
-    def restrided(self) -> bool:
-        """Whether the example inputs have other strides than the values were traced with."""
-        return any(
-            isinstance(value, torch.Tensor)
-            and isinstance(traced, torch.Tensor)
-            and value.layout == torch.strided
-            and value.stride() != traced.stride()
-            for value, traced in zip(self.inputs, self.were, strict=True)
-        )
+    assemble: Callable[[GraphModule, SplitPlan, Sequence[PartFacts], Memory], list[Any]]
 
 
 class Piece:
@@ -254,12 +243,13 @@ class Splitter:
         start = time.perf_counter()
         source, graph = self._source, self._source.graph
         with compat.compiling_again(source.traced) as assumes_more:
-            if source.options.codegen != "aten" and source.restrided:
-                compat.propagate(graph, source.inputs)
+            count_from_owners(graph.graph)
+            if source.options.codegen != "aten":
+                bring_up_to_date(graph, source.inputs)
             parts = scan(graph.graph, refused.get, min_ops=source.options.min_ops)
             facts = split_facts(owner.stats.facts, source.first, parts, refused)
             split = extract(graph, parts)
-            runners = source.assemble(split, facts, source.memory)
+            runners = source.assemble(graph, split, facts, source.memory)
             if assumes_more():
                 raise _Declined("its parts would be right for some sizes only")
         run: Boxed = GraphRunner(split, runners)

@@ -1,45 +1,46 @@
-"""Strides that depend on data: promised to the next part, and not kept by Inductor."""
+"""Results that get the strides which were promised for them, where a compiler chose others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.fx import GraphModule
-
 from pgraph import compat
-from pgraph.nodes import unbacked
+from pgraph.compat import Strides
 from pgraph.sizes import symbols_in
 
-__all__ = ["keep_strides"]
+__all__ = ["dense", "keep_strides"]
 
 _Code = Callable[[list[Any]], Any]
 
 
-def keep_strides(module: GraphModule, code: _Code) -> _Code:
-    """`code`, which Inductor made of a part, with results that have the strides of the trace.
+def dense(size: Sequence[Any]) -> Strides:
+    """The strides of a tensor without gaps, the last dimension first."""
+    strides: list[Any] = [1]
+    for length in reversed(size[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides)) if size else ()
+
+
+def keep_strides(
+    code: _Code, inputs: Sequence[Any], outputs: Sequence[Any], promised: Mapping[int, Strides | None]
+) -> _Code:
+    """`code`, which Inductor made of a part, with results of certain strides: copies, where they have others.
 
     Note [Strides that depend on data]
-    The parts of a graph are compiled one by one, each for the strides that the trace says. Inductor returns
-    what it compiles with just those, but where they hold a number that only the data tell (the transposed
-    result of `nonzero`, as many rows as there are), it chooses others. The next part would then stop at
-    Inductor's check of its inputs, or compute on them wrongly if that was switched off.
+    Inductor reports the strides of what it returns, but not where they hold a number that only the data
+    tell (the transposed result of `nonzero`, as many rows as there are): there it chooses what it likes. The
+    next part would then stop at Inductor's check of its inputs, or compute on them wrongly if that was
+    switched off.
 
-    A stride is left alone if its numbers are not among the sizes of the part's arguments and results.
+    Such strides are made anew from today's sizes. A stride that the trace had is left alone if its numbers
+    are not among the sizes of the part's arguments and results.
+
+    Args:
+        inputs: traced arguments of the part.
+        outputs: traced results.
+        promised: by position among the results: strides, or None for those of a tensor without gaps.
     """
-    inputs = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
-    returned: Any = module.graph.output_node().args[0]
-    outputs = [node.meta.get("val") for node in returned]
-    promised = {
-        position: value.stride()
-        for position, value in enumerate(outputs)
-        if isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and any(unbacked(stride) for stride in value.stride())
-    }
-    if not promised:
-        return code
     before, after = symbols_in(inputs), symbols_in(outputs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
@@ -47,10 +48,14 @@ def keep_strides(module: GraphModule, code: _Code) -> _Code:
         results = list(code(args))
         numbers |= {symbol: place.of(results) for symbol, place in after.items()}
         for position, strides in promised.items():
-            wanted = [s if isinstance(s, int) else compat.evaluate(s, numbers) for s in strides]
             tensor = results[position]
+            wanted = [
+                s if isinstance(s, int) else compat.evaluate(s, numbers)
+                for s in (dense(tensor.size()) if strides is None else strides)
+            ]
             if None not in wanted and list(tensor.stride()) != wanted:
                 results[position] = tensor.new_empty_strided(tensor.size(), wanted).copy_(tensor)
         return tuple(results)
 
+    run.constants = getattr(code, "constants", None)  # type: ignore[attr-defined]
     return run
