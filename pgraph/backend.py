@@ -1,7 +1,8 @@
 """The `torch.compile` backend: Dynamo graph in, runners out.
 
 1. Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward,
-   backward and inference ATen graphs.
+   backward and inference ATen graphs; on the way, `pgraph.constants` gives the device what was made for it
+   on the CPU out of nothing.
 2. `pgraph.seedless` frees ops that draw nothing from the generator's states that are kept for them,
    `pgraph.safety` judges each node, `pgraph.partition` cuts the graph into contiguous parts.
 3. Each part is compiled on its own; a safe one gets a `PartitionRunner`, an unsafe one runs as it is.
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 
-from pgraph import compat, drivers, optable, stats, strict
+from pgraph import compat, constants, drivers, optable, stats, strict
 from pgraph.breaks import break_of
 from pgraph.drivers.base import Driver
 from pgraph.errors import FullCaptureError, OptionError
@@ -115,7 +117,7 @@ def _build(
     if options.codegen == "aten":
         return _aten(gm, example_inputs, options, broken)
     compiler = functools.partial(_compile_inductor, options, settings, broken)
-    return compat.compile_model(gm, example_inputs, compiler, settings)
+    return compat.compile_model(gm, example_inputs, compiler, settings, constants.on_device)
 
 
 def _compile_inductor(
@@ -147,6 +149,8 @@ def _aten(
     def compiler(kind: Kind) -> Callable[..., Boxed]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
             compat.unwrap_mutations(graph)
+            if kind == "inference":
+                constants.on_device(graph)
             return _compile(graph, inputs, options, kind, _compile_aten, broken)
 
         return compile_graph
@@ -155,8 +159,15 @@ def _aten(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
+        partition_fn=_partition,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
+
+
+def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A training graph as forward and backward, with nothing saved on the CPU that depends on nothing."""
+    constants.on_device(joint)
+    return default_partition(joint, *args, **kwargs)
 
 
 def _compile_aten(module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None) -> Boxed:
