@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 
 from pgraph import compat, constants, drivers, optable, stats, strict
@@ -167,7 +166,7 @@ def _aten(
 def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """A training graph as forward and backward, with nothing saved on the CPU that depends on nothing."""
     constants.on_device(joint)
-    return default_partition(joint, *args, **kwargs)
+    return compat.partition_joint(joint, *args, **kwargs)
 
 
 def _compile_aten(module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None) -> Boxed:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
+from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -47,6 +48,7 @@ __all__ = [
     "is_compiled",
     "lazily",
     "own_output_strides",
+    "partition_joint",
     "partition_ops",
     "plain_symbol",
     "profiling",
@@ -71,6 +73,11 @@ reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
 
 fake_mode_of = detect_fake_mode
+
+partition_joint = default_partition
+"""Cuts a joint graph into forward and backward, as AOTAutograd does if nobody says how; 2.13, and in the
+sources of 2.11.
+"""
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Not in the stub of the module.

@@ -75,13 +75,13 @@ def on_device(gm: GraphModule, device_type: str = "cuda") -> None:
     gm.recompile()
     if folding.folded:
         log.info(
-            "%d constants made on the CPU were folded; the code holds %d bytes of them on %s",
+            "constants made on the CPU: %d folded, of which the code holds %d bytes on %s",
             folding.folded,
             folding.held_bytes,
             device,
         )
     if moved:
-        log.info("%d ops on the CPU that depend on sizes only were moved to %s", moved, device)
+        log.info("ops on the CPU that depend on sizes only: %d moved to %s", moved, device)
 
 
 @dataclasses.dataclass(slots=True)

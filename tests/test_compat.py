@@ -139,6 +139,24 @@ def test_compile_model_calls_the_inner_compiler() -> None:
     assert "static_input_idxs" in seen[0]
 
 
+def test_a_joint_graph_is_cut_as_autograd_does_by_itself() -> None:
+    """With another function in its place, forward and backward are the same."""
+
+    def graphs(**how: Any) -> list[str]:
+        found: list[str] = []
+
+        def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            found.append(gm.code)
+            return gm
+
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: x.sin().tanh(), backend=aot_autograd(fw_compiler=keep, **how))
+        run(torch.randn(4, requires_grad=True)).sum().backward()
+        return found
+
+    assert graphs(partition_fn=lambda *args, **kwargs: compat.partition_joint(*args, **kwargs)) == graphs()
+
+
 @pytest.mark.usefixtures("inductor_cache")
 @pytest.mark.parametrize("train", [False, True])
 def test_joint_graphs_can_be_changed_after_inductors_passes(train: bool) -> None:
