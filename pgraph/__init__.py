@@ -6,6 +6,8 @@ The files, in the order in which data flows through them:
 `backend`                 Dynamo graph in; forward, backward and inference graphs out
 `compile_graph`           one such graph to runners
 `options`, `environment`  what a user can choose
+`constants`, `operands`,  what the program makes on the CPU out of nothing, and ops on the device take
+`moving`
 `seedless`                checkpointed ops that draw nothing lose the generator's state kept for them
 `safety`, `rules_*`,      which ops may be captured, and why not
 `nodes`, `optable`

@@ -1,7 +1,8 @@
 """The `torch.compile` backend: Dynamo graph in, runners out.
 
 Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward, backward and
-inference ATen graphs; `pgraph.compile_graph` turns each into runners.
+inference ATen graphs; on the way, `pgraph.constants` gives the device what was made for it on the CPU out of
+nothing. `pgraph.compile_graph` turns each graph into runners.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from pgraph import compat, drivers, stats, strict
+from pgraph import compat, constants, drivers, stats, strict
 from pgraph.breaks import break_of
 from pgraph.compile_graph import compile_parts
 from pgraph.errors import FullCaptureError, OptionError
@@ -92,7 +93,7 @@ def _build(
     if options.codegen == "aten":
         return _aten(gm, example_inputs, options, broken)
     compiler = functools.partial(_compile_inductor, options, settings, broken)
-    return compat.compile_model(gm, example_inputs, compiler, settings)
+    return compat.compile_model(gm, example_inputs, compiler, settings, constants.on_device)
 
 
 def _compile_inductor(
@@ -124,6 +125,8 @@ def _aten(
     def compiler(kind: Kind) -> Callable[..., Boxed]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
             compat.unwrap_mutations(graph)
+            if kind == "inference":
+                constants.on_device(graph)
             return compile_parts(graph, inputs, options, kind, _compile_aten, broken)
 
         return compile_graph
@@ -132,8 +135,15 @@ def _aten(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
+        partition_fn=_partition,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
+
+
+def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A training graph as forward and backward, with nothing saved on the CPU that depends on nothing."""
+    constants.on_device(joint)
+    return compat.partition_joint(joint, *args, **kwargs)
 
 
 def _compile_aten(module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None) -> Boxed:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
+from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized, view_to_reshape
 from torch._inductor.utils import BoxedBool
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -52,10 +54,12 @@ __all__ = [
     "lazily",
     "output_strides",
     "own_output_strides",
+    "partition_joint",
     "partition_ops",
     "plain_symbol",
     "profiling",
     "propagate",
+    "real_values",
     "reinterpret",
     "restrided",
     "returned_strides",
@@ -82,6 +86,11 @@ reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
 
 fake_mode_of = detect_fake_mode
+
+partition_joint = default_partition
+"""Cuts a joint graph into forward and backward, as AOTAutograd does if nobody says how; 2.13, and in the
+sources of 2.11.
+"""
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Not in the stub of the module.
@@ -117,17 +126,46 @@ def compile_model(
     inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     settings: dict[str, Any],
+    change_joint: Callable[[torch.fx.GraphModule], None],
 ) -> Callable[..., Any]:
     """Inductor's whole front end (pre-grad and joint passes, AOTAutograd, min-cut), with another
     compiler for the resulting forward, backward and inference graphs.
 
     AOTAutograd's cache is switched off: an entry that plain Inductor left would be taken for ours.
+
+    Args:
+        change_joint: called with each joint or inference graph, after all of Inductor's joint passes.
     """
-    patches = {**settings, **_INNER_CONFIG}
+    chosen = settings.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+    after = _AfterJointPasses(chosen, change_joint)
+    patches = {**settings, **_INNER_CONFIG, "joint_custom_post_pass": after}
     with torch._functorch.config.patch(enable_autograd_cache=False):
         # Code and weights as one object are for ahead-of-time compilation only: here it is a function.
         compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
+
+
+class _AfterJointPasses(CustomGraphPass):
+    """The user's own passes (2.13 takes several), then ours."""
+
+    def __init__(self, chosen: Any, ours: Callable[[torch.fx.GraphModule], None]) -> None:
+        several = isinstance(chosen, list | tuple)
+        self._chosen = list(chosen) if several else [] if chosen is None else [chosen]
+        self._ours = ours
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for change in self._chosen:
+            change(graph)
+        if graph.owning_module is not None:
+            self._ours(graph.owning_module)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache tells it by; None, and nothing is cached, if a pass of the user's has none.
+
+        What ours does shows in the graphs that are compiled, which are in the key.
+        """
+        known = [isinstance(change, CustomGraphPass) and change.uuid() for change in self._chosen]
+        return ["pgraph", *known] if all(known) else None
 
 
 def compile_graph(
@@ -559,6 +597,20 @@ def same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(b._version != before[1])
     finally:
         torch._C._autograd._unsafe_set_version_counter((a,), (before[0],))
+
+
+@contextlib.contextmanager
+def real_values() -> Iterator[None]:
+    """Compute with tensors as they are, in the midst of a compilation: nothing is faked, traced, cast or
+    recorded, and what is made can be used anywhere; 2.13, and in the sources of 2.11.
+    """
+    with (
+        torch.utils._python_dispatch._disable_current_modes(),
+        torch._C._DisableAutocast(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 def profiling() -> bool:

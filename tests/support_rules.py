@@ -96,6 +96,12 @@ class Bench:
             self.graph.owning_module.register_buffer(name, value)
         return self.graph.get_attr(name)
 
+    def module(self, *results: Node) -> GraphModule:
+        """The graph that returns these, with its attributes."""
+        owner = self.graph.owning_module or torch.nn.Module()
+        self.graph.output(results)
+        return GraphModule(owner, self.graph)
+
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

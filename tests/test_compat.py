@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import get_donated_idxs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -129,13 +130,92 @@ def test_compile_model_calls_the_inner_compiler() -> None:
         return compat.boxed_module(gm)
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_model(gm, inputs, inner, {})
+        return compat.compile_model(gm, inputs, inner, {}, lambda joint: None)
 
     x = torch.randn(4, requires_grad=True)
     torch.compile(lambda x: x.sin() * 2, backend=backend)(x).sum().backward()
     assert torch.equal(x.grad, x.detach().cos() * 2)
     assert [bool(k.get("is_backward")) for k in seen] == [False, True]
     assert "static_input_idxs" in seen[0]
+
+
+def test_a_joint_graph_is_cut_as_autograd_does_by_itself() -> None:
+    """With another function in its place, forward and backward are the same."""
+
+    def graphs(**how: Any) -> list[str]:
+        found: list[str] = []
+
+        def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            found.append(gm.code)
+            return gm
+
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: x.sin().tanh(), backend=aot_autograd(fw_compiler=keep, **how))
+        run(torch.randn(4, requires_grad=True)).sum().backward()
+        return found
+
+    assert graphs(partition_fn=lambda *args, **kwargs: compat.partition_joint(*args, **kwargs)) == graphs()
+
+
+@pytest.mark.usefixtures("inductor_cache")
+@pytest.mark.parametrize("train", [False, True])
+def test_joint_graphs_can_be_changed_after_inductors_passes(train: bool) -> None:
+    """Ours comes last, behind the user's own; what it changes is compiled, attributes included."""
+    heard: list[str] = []
+
+    def ours(gm: torch.fx.GraphModule) -> None:
+        heard.append("ours")
+        for node in gm.graph.find_nodes(op="call_function", target=aten.sin.default):
+            with compat.real_values():
+                gm.register_buffer("held", torch.full((4,), 2.0))
+            with gm.graph.inserting_before(node):
+                fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (gm.graph.get_attr("held"),))
+            fresh.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(fresh)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        settings = {"joint_custom_post_pass": lambda graph: heard.append("the user's")}
+        return compat.compile_model(gm, inputs, inductor_compile, settings, ours)
+
+    def inductor_compile(gm: torch.fx.GraphModule, inputs: Any, *unused: Any, **kwargs: Any) -> Any:
+        return compat.compile_graph(gm, inputs, {}, **kwargs)
+
+    compiled = torch.compile(lambda x: x.sin() * x, backend=backend)
+    for _ in range(2):
+        x = torch.randn(4, requires_grad=train)
+        torch.testing.assert_close(compiled(x), 2 * x)
+    assert heard == ["the user's", "ours"]
+
+
+def test_passes_of_the_users_that_have_no_name_are_not_cached() -> None:
+    """As with Inductor alone."""
+
+    class Named(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None: ...
+
+        def uuid(self) -> str:
+            return "mine"
+
+    def uuid(chosen: Any) -> Any:
+        return compat._AfterJointPasses(chosen, lambda gm: None).uuid()
+
+    assert uuid(None)
+    assert uuid(Named())
+    assert uuid(Named()) != uuid(None)
+    assert uuid(lambda graph: None) is None
+    assert uuid([Named(), lambda graph: None]) is None
+
+
+def test_real_values_in_the_midst_of_tracing() -> None:
+    """Numbers are computed, and what is made is neither fake nor for inference only."""
+    with FakeTensorMode(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with compat.real_values():
+            made = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+            assert made.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        assert type(torch.ones(2)) is not Tensor
+    assert made.dtype == torch.float32
+    assert not made.is_inference()
+    assert not made.requires_grad
 
 
 def test_modes_come_without_cuda_graphs() -> None:
