@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pgraph.compat import lazily
 from pgraph.drivers import faults as fault
-from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session, extent, next_start
 from pgraph.drivers.host_nodes import (
     TABLE,
     KernelCall,
@@ -83,8 +83,6 @@ class HostArena(Arena):
         self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
         self._position = self.low
         self.layout = layout
-        self._jitter = 4096 * (1 + 2 * layout)
-        self._count = 0
 
     @property
     def position(self) -> int:
@@ -95,15 +93,13 @@ class HostArena(Arena):
         return _CPU
 
     def take(self, nbytes: int, phase: int = 0) -> int:
-        start = self._position + self.guard + self._jitter * (self._count % 13 + 1)
-        start = -(-start // 4096) * 4096 + phase % ALIGNMENT
+        start = next_start(self._position, self.guard, self.layout, phase)
         end = start + nbytes + self.guard
         if end > self.high:
             raise DriverError(
                 f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes"
             )
         self._position = end
-        self._count += 1
         return start
 
     def close(self) -> None:
