@@ -38,6 +38,7 @@ from pgraph.drivers.host_nodes import (
     as_copy,
     as_fill,
     encode,
+    kinds,
     refuse_mixed_norms,
     refuse_random,
     run,
@@ -52,6 +53,7 @@ __all__ = ["HostDriver"]
 _CPU = torch.device("cpu")
 _RESERVE = 1 << 42
 _GUARD = 1 << 16
+_SCRATCH = 512
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [
@@ -120,6 +122,7 @@ class HostSession(Session):
         self._hidden: list[HiddenAllocation] = []
         self._fake = FakeTensorMode()
         self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
+        self._absent: list[int] = []  # for the fault `beyond`
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         faults = fault.active()
         faults.step("second-begin" if self._second else "begin")
@@ -154,6 +157,7 @@ class HostSession(Session):
             return op(*args, **kwargs)
         refuse_random(op, args, kwargs)
         refuse_mixed_norms(op, args, kwargs)
+        self._absent = self._beyond(op.overloadpacket.__name__)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         try:
             with self._fake:
@@ -206,6 +210,16 @@ class HostSession(Session):
         self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
         return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
 
+    def _beyond(self, name: str) -> list[int]:
+        """Scratch of the op's own, and the address of the operand that is not there."""
+        distance = fault.active().beyond.get(name)
+        if distance is None:
+            return []
+        address = self.arena.take(_SCRATCH)
+        self._hidden.append(HiddenAllocation(address, _SCRATCH, freed=True))
+        self._add("memset", "scratch", (0xA5, _SCRATCH), [address])
+        return [address + _SCRATCH + distance]
+
     def _reusing(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         # The first dead range that is large enough, as a caching allocator would.
         k = next((i for i, (_, n, w) in enumerate(self._given) if w.expired() and nbytes <= n), None)
@@ -246,7 +260,12 @@ class HostSession(Session):
             self._add("kernel", f"{name}_prepare", (TABLE, len(words)), [table, *words])
             self._add("kernel", name, (call, codes, "table"), [table])
             return
-        self._add("kernel", name, (call, codes), words + self._padding())
+        header: tuple[Any, ...] = (call, codes)
+        if name in faults.origin:
+            back = faults.origin[name]
+            header = (call, codes, "origin", back)
+            words = [w - back if kind == "tensor" else w for w, kind in zip(words, kinds(codes), strict=True)]
+        self._add("kernel", name, header, words + self._absent + self._padding())
 
     def _padding(self) -> list[int]:
         faults = fault.active()
