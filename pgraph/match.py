@@ -2,17 +2,20 @@
 
 Pure logic: bytes and ranges in, slots out; no torch, no CUDA.
 
-Both captures ran the same code, on ghost memory at different addresses. A word that is a pointer to
-ghost memory is one in both captures, each time into that capture's own ghosts. So, for each aligned
-8-byte word of each node's parameters:
+Both captures ran the same code, on ghost memory at different addresses. A word that is computed from the
+address of a region moves from one capture to the other exactly as far as that region does, and no two
+regions move equally far. So, for each aligned 8-byte word of each node's parameters:
 
 ============================================  ====================================================
 the two values                                what it is
 ============================================  ====================================================
 equal, in memory of the framework             a pointer to something that is no argument: refuse *
 equal, anything else                          a constant: never rewritten
-each in its own ghosts, same region + delta   a slot
-the same, but that region is dead by then     left-over bytes in padding: ignored **
+as far apart as one region, which is alive    a slot of that region, however far from it
+the same, but both in others that are alive   ambiguous: refuse *
+as far apart as several that are alive        ambiguous: refuse
+as far apart as regions that are all dead     left-over bytes in padding: ignored **
+each in its own ghosts, in dead regions       left-over bytes in padding: ignored **
 each in its own ghosts, otherwise             ambiguous: refuse *
 one in its ghosts, one in the framework's     ambiguous: refuse *
 both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
@@ -23,6 +26,18 @@ Where a star stands, more words are known to be padding if an op of PyTorch's ow
 if a kernel of an op of PyTorch's own is given it. A custom op may use what another one left to it and freed,
 and copies and fills have no padding: refuse.
 
+Note [Beyond a region]
+A slot's delta may lie past the end of its region or before the start, however far: cuDNN's kernels are given
+the address of an optional operand behind their workspace, where nothing is read, and others an origin from
+which an index leads back into the region. Such a word may lie in a neighbour, in one capture or in both, so
+where it lies says nothing. How far it moved does: the arenas see to it that no two regions move equally far
+(Note [Two layouts] in `pgraph.drivers.base`). Each launch then computes what a plain run would have. Should
+two living regions have moved equally far after all, a word that moved with them is refused.
+
+A custom op may also use its memory in turn: one region in this capture, another in that. Those two may happen
+to lie as far apart as a third one moved, so a word that lies in others in both captures is refused there.
+What PyTorch's own op computes for a struct depends on nothing but what it is given: it follows the third.
+
 Note [Left-over addresses]
 Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
 half of an old address (of the host's memory, too, which shares the upper bits) beside some small number,
@@ -31,8 +46,9 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
 
 * In a capture whatever they are given or allocate lies in ghost memory, so none of their pointers moves
   within real memory, or is a ghost in one capture only.
-* A pointer is computed from a range that is alive, so it lies as far from that range in both captures. The
-  arenas leave different gaps, so for other words no range does.
+* A pointer is computed from a range that is alive, so it moves as far as that range (Note [Beyond a region]).
+  Other words do not: not those of regions that differ, and not a number of two or four bytes beside the
+  rest of an old address (Note [Two layouts]). An old address whole does, and may be rewritten for nothing.
 * Between calls they keep no device memory, save workspaces of cuBLAS (a capture is given its own and no
   other) or what is refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a
   buffer, a kernel would get the address at which it begins: such a word is refused, one that points inside a
@@ -42,7 +58,7 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
 
 A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
-Cost: O(words * log(regions)), and O(regions) for a left-over word that looks like a ghost.
+Cost: O(regions), and O(log(regions)) for each word that moves.
 """
 
 from __future__ import annotations
@@ -66,6 +82,7 @@ _PLAIN = (int, float, bool, str, complex)
 _OPERAND_KERNEL = re.compile(
     rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
 )
+_MASK = (1 << 64) - 1
 _RERUN = (
     "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
 )
@@ -192,6 +209,9 @@ class _Matcher:
         self._workspaces = workspaces
         self._constants = constants
         self._own = a.own & b.own
+        self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
+        for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
+            self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
 
     def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
         words = len(node_a.params) // 8
@@ -222,9 +242,12 @@ class _Matcher:
         return not (offset or value in self._workspaces or _OPERAND_KERNEL.match(word.record.name))
 
     def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
+        regions = self._moved.get((va - vb) & _MASK)
+        if regions is not None:
+            return self._following(word, va, vb, regions)
         ghost_a, ghost_b = _within(va, self._a.ghost_range), _within(vb, self._b.ghost_range)
         if ghost_a and ghost_b:
-            return self._ghosts(word, va, vb)
+            return self._astray(word, va, vb)
         # A pointer is one in both captures: an address on one side only is left in padding.
         known = word.loose if ghost_a or ghost_b else word.own
         if not known and (ghost_a or self._in_framework(va)) and (ghost_b or self._in_framework(vb)):
@@ -234,38 +257,68 @@ class _Matcher:
             )
         return None
 
-    def _ghosts(self, word: _Word, va: int, vb: int) -> Slot | None:
-        in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
+    def _following(self, word: _Word, va: int, vb: int, regions: Sequence[int]) -> Slot | None:
+        """A word that moved as far as these regions did (Note [Beyond a region])."""
+        if not word.loose and self._in_turn(word.node, va, vb, regions):
+            raise self._disagreement(word, va, vb)
         # Program order decides what is alive; a word that names a region already dead (or not
         # yet born) in both captures is left-over padding and must not be given an address.
-        if self._dead(self._a, in_a, word.node) and self._dead(self._b, in_b, word.node):
-            if word.own and word.record.kind == "kernel":
-                return None
-            raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
-        if in_a is not None and in_a == in_b:
-            return Slot(word.node, word.offset, *in_a)
-        if word.loose and not self._derived(word.node, va, vb):
-            return None
-        what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in (in_a, in_b)]
-        raise _refuse("ambiguous-word", f"{word} is {what[0]} in one capture and {what[1]} in another")
+        alive = [i for i in regions if not self._gone(i, i, word.node)]
+        deltas = [_signed(va - self._a.allocations[i].address) for i in alive or regions]
+        if len(alive) > 1:
+            names = " or ".join(f"region {i}{d:+d}" for i, d in zip(alive[:2], deltas, strict=False))
+            raise _refuse("ambiguous-word", f"{word} is {names}: they moved equally far between captures")
+        if alive:
+            return Slot(word.node, word.offset, alive[0], deltas[0])
+        self._must_be_padding(word)
+        return None
 
-    def _derived(self, node: int, va: int, vb: int) -> bool:
-        """Whether the two words lie as far from some range that is alive, however far."""
-        return any(
-            va - x.address == vb - y.address
-            for i, (x, y) in enumerate(zip(self._a.allocations, self._b.allocations, strict=True))
-            if not (self._dead(self._a, (i, 0), node) and self._dead(self._b, (i, 0), node))
-        )
+    def _astray(self, word: _Word, va: int, vb: int) -> Slot | None:
+        """A word in the ghosts of both captures that moved as no region did."""
+        in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
+        if in_a is not None and in_b is not None and self._gone(in_a[0], in_b[0], word.node):
+            self._must_be_padding(word)
+            return None
+        if word.loose:
+            return None
+        raise self._disagreement(word, va, vb)
+
+    def _in_turn(self, node: int, va: int, vb: int, regions: Sequence[int]) -> bool:
+        """Whether the word lies in memory in use in both captures, but not in these regions."""
+        found = []
+        for recording, hit in ((self._a, self._map_a.find(va)), (self._b, self._map_b.find(vb))):
+            # Bytes of a region itself, and its end: nobody's own pointers lie in the gaps.
+            if hit is None or hit[0] in regions or not 0 <= hit[1] <= recording.allocations[hit[0]].nbytes:
+                return False
+            found.append(hit[0])
+        return not self._gone(found[0], found[1], node)
+
+    def _disagreement(self, word: _Word, va: int, vb: int) -> MatchError:
+        found = (self._map_a.find(va), self._map_b.find(vb))
+        what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in found]
+        return _refuse("ambiguous-word", f"{word} is {what[0]} in one capture and {what[1]} in another")
+
+    @staticmethod
+    def _must_be_padding(word: _Word) -> None:
+        """Refuse a word that names dead memory, unless it can be nothing but left-over bytes."""
+        if not (word.own and word.record.kind == "kernel"):
+            raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
+
+    def _gone(self, in_a: int, in_b: int, node: int) -> bool:
+        """Whether a region of either capture is dead, or not yet born, in its capture."""
+        return _dead(self._a.allocations[in_a], node) and _dead(self._b.allocations[in_b], node)
 
     def _in_framework(self, value: int) -> tuple[int, int] | None:
         return self._framework.find(value) if self._framework is not None else None
 
-    @staticmethod
-    def _dead(recording: Recording, hit: tuple[int, int] | None, node: int) -> bool:
-        if hit is None:
-            return False
-        allocation = recording.allocations[hit[0]]
-        return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
+
+def _dead(allocation: Allocation, node: int) -> bool:
+    return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
+
+
+def _signed(value: int) -> int:
+    """The same modulo 2^64, as a signed word: what a slot adds to a base."""
+    return ((value + (1 << 63)) & _MASK) - (1 << 63)
 
 
 def _within(value: int, ghosts: tuple[int, int]) -> bool:

@@ -173,7 +173,11 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One 8-byte word: at `offset` in the parameters of `node` stands `base(region) + delta`."""
+    """One 8-byte word: at `offset` in the parameters of `node` stands `base(region) + delta`, modulo 2^64.
+
+    `delta` is a signed 64-bit number, and may point outside the region (Note [Beyond a region] in
+    `pgraph.match`).
+    """
 
     node: int
     offset: int
@@ -203,7 +207,7 @@ class Template:
             by_node.setdefault(slot.node, []).append(slot)
         for i, node in enumerate(self.nodes):
             words = ", ".join(
-                f"{s.offset}=r{s.region}{'+' + str(s.delta) if s.delta else ''}" for s in by_node.get(i, ())
+                f"{s.offset}=r{s.region}{f'{s.delta:+d}' if s.delta else ''}" for s in by_node.get(i, ())
             )
             lines.append(f"  node {i}: {node.kind} {node.name} ({len(node.params)} bytes) {words}".rstrip())
         for i, out in enumerate(self.outputs):

@@ -85,7 +85,7 @@ def test_padding_garbage_is_ignored(cured: bool, monkeypatch: pytest.MonkeyPatch
 def test_stale_words_get_no_address(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that names a region already dead is no slot."""
     if not cured:
-        monkeypatch.setattr(match._Matcher, "_dead", staticmethod(lambda recording, hit, node: False))
+        monkeypatch.setattr(match, "_dead", lambda allocation, node: False)
 
     def check() -> None:
         with launching(3):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgraph.drivers.base import next_start
 from pgraph.errors import MatchError
 from pgraph.match import RangeMap, match
 from pgraph.template import Allocation, NodeRecord, Recording, Slot
@@ -19,7 +20,7 @@ LOW = (0x7000_0000_0000, 0x7100_0000_0000)
 FRAMEWORK = (0x7F00_0000_0000, 1 << 16)
 FOREIGN = RangeMap([(*FRAMEWORK, 0)])
 SLACK = 32
-KINDS = ("slot", "same", "garbage", "half", "stale")
+KINDS = ("slot", "same", "garbage", "half", "stale", "stale beyond")
 
 
 @dataclasses.dataclass
@@ -44,7 +45,7 @@ class Case:
         words = []
         for kind, *facts in self.nodes[node]:
             fixed = facts[0 if kind == "same" else capture]
-            words.append(bases[facts[0]] + facts[1] if kind == "slot" else fixed)
+            words.append((bases[facts[0]] + facts[1]) % 2**64 if kind == "slot" else fixed)
         return struct.pack(f"={len(words)}Q", *words)
 
     def recording(self, capture: int) -> Recording:
@@ -88,11 +89,24 @@ def own_ghosts(capture: int) -> st.SearchStrategy[int]:
     return st.integers(LOW[capture], LOW[capture] + (1 << 32) - 1)
 
 
+def derivable(case: Case, node: int, pair: tuple[int, int]) -> bool:
+    """Whether the two words lie as far apart as a region that is alive."""
+    return any(pair[0] - case.bases[0][r] == pair[1] - case.bases[1][r] for r in case.alive(node))
+
+
+def in_turn(case: Case, pair: list[int]) -> bool:
+    """Whether the word lies in some region in both captures."""
+    return all(
+        any(base <= word <= base + size for base, size in zip(bases, case.sizes, strict=True))
+        for word, bases in zip(pair, case.bases, strict=True)
+    )
+
+
 def left_over(case: Case, node: int) -> st.SearchStrategy[tuple[Any, ...]]:
     """Words that look like addresses and can be none of what an op of PyTorch's own was given."""
 
     def underivable(pair: tuple[int, int]) -> bool:
-        return all(pair[0] - case.bases[0][r] != pair[1] - case.bases[1][r] for r in case.alive(node))
+        return not derivable(case, node, pair)
 
     return st.one_of(
         st.tuples(own_ghosts(0), own_ghosts(1)).filter(underivable),
@@ -105,6 +119,10 @@ def left_over(case: Case, node: int) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 framework_words = st.integers(FRAMEWORK[0], FRAMEWORK[0] + FRAMEWORK[1] - 1)
+
+
+# Deltas that lead into a neighbour, between two regions, or out of the ghosts.
+beyond = st.integers(-(1 << 20), 1 << 20) | st.integers(-(1 << 45), 1 << 45)
 
 
 @st.composite
@@ -120,10 +138,8 @@ def cases(draw: st.DrawFn, own: bool = True) -> Case:
     for capture in (0, 1):
         at = LOW[capture]
         for size in sizes:
-            # Gaps of the two captures are never the same, as the driver's are not (Note [Two layouts]).
-            at += 2 * SLACK + 8 * (2 * draw(st.integers(0, 50)) + capture)
-            bases[capture].append(at)
-            at += max(size, 1)
+            bases[capture].append(next_start(at, SLACK, capture))
+            at = bases[capture][-1] + max(size, 1) + SLACK
     case = Case(sizes, lives, bases, [])
     for i in range(n_nodes):
         alive = case.alive(i)
@@ -138,10 +154,18 @@ def cases(draw: st.DrawFn, own: bool = True) -> Case:
                 words.append(draw(left_over(case, i)))
             elif kind == "slot" and alive:
                 region = draw(st.sampled_from(alive))
-                words.append(("slot", region, draw(st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1))))
+                near = st.integers(-SLACK, max(sizes[region], 1) + SLACK - 1)
+                delta = draw(near | beyond)
+                if i not in case.own and in_turn(case, [b[region] + delta for b in bases]):
+                    delta = draw(near)
+                words.append(("slot", region, delta))
             elif kind == "stale" and dead and i in case.own:
-                olds = [draw(st.sampled_from(dead)) for _ in LOW]
-                words.append(("two", *(bases[c][r] for c, r in enumerate(olds))))
+                olds = tuple(bases[c][draw(st.sampled_from(dead))] for c in (0, 1))
+                if not derivable(case, i, olds):
+                    words.append(("two", *olds))
+            elif kind == "stale beyond" and dead and i in case.own:
+                old, delta = draw(st.sampled_from(dead)), draw(beyond)
+                words.append(("two", *(bases[c][old] + delta for c in (0, 1))))
             elif kind == "garbage":
                 words.append(("two", draw(free_words), draw(free_words)))
             elif kind == "half":  # an address on one side only
@@ -172,7 +196,7 @@ def test_rebinding_equals_rendering_at_the_new_addresses(case: Case, data: st.Da
         params = bytearray(node.params)
         for slot in slots:
             if slot.node == i:
-                struct.pack_into("=Q", params, slot.offset, new[slot.region] + slot.delta)
+                struct.pack_into("=Q", params, slot.offset, (new[slot.region] + slot.delta) % 2**64)
         assert bytes(params) == case.params(i, new, capture=0)
 
 
@@ -186,6 +210,7 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
     region = data.draw(st.sampled_from(alive)) if alive else 0
     here = [bases[region] for bases in case.bases]
     if kind == "delta":
+        # Not as far as another region moved: that lies half a `UNIT` further on, or more.
         shift = data.draw(st.integers(1, max(case.sizes[region], 1) + SLACK - 1))
         word = ("two", here[0], here[1] + shift)
     elif kind == "region":

@@ -26,11 +26,25 @@ from pgraph.peaks import GhostPeaks
 from pgraph.template import NodeRecord, Slot
 from pgraph.topology import Topology
 
-__all__ = ["ALIGNMENT", "Arena", "Driver", "Exec", "HiddenAllocation", "NativeCalls", "Session"]
+__all__ = [
+    "ALIGNMENT",
+    "UNIT",
+    "Arena",
+    "Driver",
+    "Exec",
+    "HiddenAllocation",
+    "NativeCalls",
+    "Session",
+    "further",
+    "next_start",
+]
 
 ALIGNMENT = 256
 """Bytes. Kernels are chosen by the alignment of their arguments; nothing looks beyond this
 (cuBLASLt's heuristics ask for up to 256, Triton and TMA for 16)."""
+
+UNIT = 1 << 16
+"""Bytes. Arenas round addresses up to it (Note [Two layouts])."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +75,21 @@ class Arena(abc.ABC):
     ranges are merged into one region (`pgraph.capture`).
 
     Note [Two layouts]
-    Two arenas are laid out with different gaps. A pointer that left its own range and landed in a
-    neighbour would otherwise do so at the same distance in both captures and pass for the
-    neighbour's.
+    A pointer is told by how far it moved from one capture to the other: as far as the range that it was
+    computed from (`pgraph.match`). So no two ranges may move equally far, or a pointer past the end of one
+    would pass for its neighbour's. In both arenas a range begins (`next_start`) at
+
+        round_up(position + guard, UNIT) + layout * (UNIT + UNIT / 2) + phase
+
+    and `position` is then a guard past its end. Say that range k lies s bytes further on in layout 1 than in
+    layout 0. Both captures take the same sizes in the same order, so what is rounded up for range k + 1 lies
+    s further on, too. Rounding takes away less than UNIT of that, and UNIT + UNIT / 2 come on top: range
+    k + 1 lies more than s + UNIT / 2 further on. So s grows from range to range, and any two ranges lie
+    further apart in layout 1 than in layout 0.
+
+    The lower two bytes of a range's address, less its phase, are 0 in layout 0 and UNIT / 2 in layout 1. So
+    its two addresses never differ in the upper six bytes alone, or in the upper four. That is how the rest of
+    an old pointer differs that somebody has written a number of two or four bytes over.
     """
 
     low: int
@@ -275,6 +301,16 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Free whatever the driver itself holds (streams)."""
+
+
+def further(layout: int) -> int:
+    """Bytes that each range of an arena lies further on for its layout's sake (Note [Two layouts])."""
+    return layout * (UNIT + UNIT // 2)
+
+
+def next_start(position: int, guard: int, layout: int, phase: int = 0) -> int:
+    """First byte of an arena's next range, which is `phase` modulo `ALIGNMENT` (Note [Two layouts])."""
+    return -(-(position + guard) // UNIT) * UNIT + further(layout) + phase % ALIGNMENT
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from pgraph import native
-from pgraph.drivers.base import ALIGNMENT, Arena, HiddenAllocation
+from pgraph.drivers.base import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
 from pgraph.drivers.cuda_nodes import check
 from pgraph.errors import DriverError
 
@@ -35,7 +35,6 @@ _START = 0x5000_0000
 _STRIDE = 8 << 30
 _arenas = itertools.count()
 _GUARD = 256 << 10
-_SEGMENT = 2 << 20  # alignment of the caching allocator's segments
 
 
 class _State(ctypes.Structure):
@@ -49,7 +48,8 @@ class _State(ctypes.Structure):
         ("chunk", ctypes.c_uint64),
         ("handle", ctypes.c_uint64),
         ("guard", ctypes.c_uint64),
-        ("jitter", ctypes.c_uint64),
+        ("unit", ctypes.c_uint64),
+        ("further", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
         ("error", ctypes.c_int64),
         ("map", ctypes.c_void_p),
@@ -67,6 +67,7 @@ class CudaArena(Arena):
 
     def __init__(self, device: torch.device, layout: int) -> None:
         self._device = device
+        self._layout = layout
         self._direct = 0
         self._access = cu.CUmemAccessDesc()
         prop = cu.CUmemAllocationProp()
@@ -93,7 +94,8 @@ class CudaArena(Arena):
             chunk=self._chunk,
             handle=int(self._handle),
             guard=_GUARD,
-            jitter=4096 * (1 + 2 * layout),
+            unit=UNIT,
+            further=further(layout),
             map=ctypes.cast(libcuda.cuMemMap, ctypes.c_void_p).value,
             access=ctypes.cast(libcuda.cuMemSetAccess, ctypes.c_void_p).value,
             desc=self._access.getPtr(),
@@ -114,18 +116,18 @@ class CudaArena(Arena):
 
     def take(self, nbytes: int, phase: int = 0) -> int:
         self._direct += 1
-        return self._take(nbytes, 4096, phase % ALIGNMENT)
+        return self._take(nbytes, phase % ALIGNMENT)
 
     def segment(self, nbytes: int) -> int:
         """A range for the caching allocator."""
-        return self._take(nbytes, _SEGMENT, 0)
+        return self._take(nbytes, 0)
 
-    def _take(self, nbytes: int, align: int, phase: int) -> int:
+    def _take(self, nbytes: int, phase: int) -> int:
         library = native.load()
         if library is not None:
-            address = library.pg_arena_take(ctypes.addressof(self.state), nbytes, align, phase)
+            address = library.pg_arena_take(ctypes.addressof(self.state), nbytes, phase)
         else:
-            address = self._take_in_python(nbytes, align, phase)
+            address = self._take_in_python(nbytes, phase)
         if not address:
             raise DriverError(
                 f"{nbytes} bytes of ghost memory could not be had (CUDA error {self.state.error}, "
@@ -133,10 +135,9 @@ class CudaArena(Arena):
             )
         return address
 
-    def _take_in_python(self, nbytes: int, align: int, phase: int) -> int:
+    def _take_in_python(self, nbytes: int, phase: int) -> int:
         s = self.state
-        start = s.position + s.guard + s.jitter * (s.count % 13 + 1)
-        start = -(-start // align) * align + phase
+        start = next_start(s.position, s.guard, self._layout, phase)
         end = start + nbytes + s.guard
         if end > s.high:
             return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -50,6 +50,10 @@ class HostFaults:
         tables: ops (packet names such as ``"mm"``) that get their addresses through a table in
             memory, written by a node of its own.
         scratch: ops that use scratch inside and place their result over it afterwards.
+        beyond: ops that are given the address of an operand that is not there, so many bytes past the end
+            of scratch of theirs (cuDNN's kernels are). Nothing is read there.
+        origin: ops whose pointers are given so many bytes before the memory that they mean; their kernels
+            add the rest.
         elsewhere: ops whose kernels go to a stream that is not being captured.
         aside: ops whose kernels go to a stream of their own, for which what follows waits as late as it may:
             when it reads the result, or something is written in place.
@@ -69,6 +73,8 @@ class HostFaults:
     refused: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
     scratch: frozenset[str] = frozenset()
+    beyond: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    origin: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     aside: frozenset[str] = frozenset()
     reuse: bool = False

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pgraph.compat import lazily
 from pgraph.drivers import faults as fault
-from pgraph.drivers.base import ALIGNMENT, Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.drivers.base import Arena, Driver, Exec, HiddenAllocation, Session, extent, next_start
 from pgraph.drivers.host_nodes import (
     TABLE,
     KernelCall,
@@ -38,6 +38,7 @@ from pgraph.drivers.host_nodes import (
     as_copy,
     as_fill,
     encode,
+    kinds,
     refuse_mixed_norms,
     refuse_random,
     run,
@@ -53,6 +54,7 @@ __all__ = ["HostDriver"]
 _CPU = torch.device("cpu")
 _RESERVE = 1 << 42
 _GUARD = 1 << 16
+_SCRATCH = 512
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [
@@ -84,8 +86,6 @@ class HostArena(Arena):
         self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
         self._position = self.low
         self.layout = layout
-        self._jitter = 4096 * (1 + 2 * layout)
-        self._count = 0
 
     @property
     def position(self) -> int:
@@ -96,15 +96,13 @@ class HostArena(Arena):
         return _CPU
 
     def take(self, nbytes: int, phase: int = 0) -> int:
-        start = self._position + self.guard + self._jitter * (self._count % 13 + 1)
-        start = -(-start // 4096) * 4096 + phase % ALIGNMENT
+        start = next_start(self._position, self.guard, self.layout, phase)
         end = start + nbytes + self.guard
         if end > self.high:
             raise DriverError(
                 f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes"
             )
         self._position = end
-        self._count += 1
         return start
 
     def close(self) -> None:
@@ -128,6 +126,7 @@ class HostSession(Session):
         self._hidden: list[HiddenAllocation] = []
         self._fake = FakeTensorMode()
         self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
+        self._absent: list[int] = []  # for the fault `beyond`
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         self._edges: list[tuple[int, int]] = []
         self._tail: tuple[int, ...] = ()  # what the next node waits for
@@ -169,6 +168,7 @@ class HostSession(Session):
             raise RuntimeError("operation not permitted when stream is capturing")
         refuse_random(op, args, kwargs)
         refuse_mixed_norms(op, args, kwargs)
+        self._absent = self._beyond(op.overloadpacket.__name__)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         try:
             with self._fake:
@@ -225,6 +225,16 @@ class HostSession(Session):
         self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
         return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
 
+    def _beyond(self, name: str) -> list[int]:
+        """Scratch of the op's own, and the address of the operand that is not there."""
+        distance = fault.active().beyond.get(name)
+        if distance is None:
+            return []
+        address = self.arena.take(_SCRATCH)
+        self._hidden.append(HiddenAllocation(address, _SCRATCH, freed=True))
+        self._add("memset", "scratch", (0xA5, _SCRATCH), [address])
+        return [address + _SCRATCH + distance]
+
     def _reusing(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         # The first dead range that is large enough, as a caching allocator would.
         k = next((i for i, (_, n, w) in enumerate(self._given) if w.expired() and nbytes <= n), None)
@@ -265,7 +275,12 @@ class HostSession(Session):
             self._add("kernel", f"{name}_prepare", (TABLE, len(words)), [table, *words])
             self._add("kernel", name, (call, codes, "table"), [table])
             return
-        self._add("kernel", name, (call, codes), words + self._padding(name))
+        header: tuple[Any, ...] = (call, codes)
+        if name in faults.origin:
+            back = faults.origin[name]
+            header = (call, codes, "origin", back)
+            words = [w - back if kind == "tensor" else w for w, kind in zip(words, kinds(codes), strict=True)]
+        self._add("kernel", name, header, words + self._absent + self._padding(name))
 
     def _padding(self, name: str) -> list[int]:
         faults = fault.active()

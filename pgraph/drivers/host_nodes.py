@@ -23,6 +23,7 @@ __all__ = [
     "as_copy",
     "as_fill",
     "encode",
+    "kinds",
     "refuse_mixed_norms",
     "refuse_random",
     "run",
@@ -95,6 +96,11 @@ def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
     return tuple(codes), words
 
 
+def kinds(codes: Sequence[Any]) -> list[str]:
+    """What each word stands for: a tensor or an integer."""
+    return [code[0] for code in codes if code[0] != "value"]
+
+
 def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
     values: list[Any] = []
     at = iter(words)
@@ -135,9 +141,12 @@ def run(node: NodeRecord, params: bytearray) -> None:
         ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
     else:
         call, codes, *rest = node.header
-        if rest:  # the addresses stand in a table in memory
-            n = sum(code[0] != "value" for code in codes)
+        if rest == ["table"]:  # the addresses stand in a table in memory
+            n = len(kinds(codes))
             words = struct.unpack_from(f"={n}Q", ctypes.string_at(words[0], 8 * n))
+        elif rest:  # the pointers are so many bytes off
+            pairs = zip(words, kinds(codes), strict=False)
+            words = tuple((w + rest[1]) % (1 << 64) if kind == "tensor" else w for w, kind in pairs)
         call(_decode(codes, words))
 
 

@@ -55,7 +55,7 @@ def load() -> ctypes.CDLL | None:
         log.info("no native helper, launching from Python instead: %s", e)
         return None
     library.pg_arena_take.restype = ctypes.c_uint64
-    library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 3
+    library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 2
     library.pg_arena_activate.argtypes = [ctypes.c_void_p]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3

@@ -111,7 +111,8 @@ typedef struct {
     uint64_t chunk;    /* bytes of the one physical allocation that is mapped again and again */
     uint64_t handle;   /* that allocation */
     uint64_t guard;    /* bytes left free on either side of each range */
-    uint64_t jitter;   /* a gap that grows with each range, so that two arenas are laid out differently */
+    uint64_t unit;     /* addresses are rounded up to it */
+    uint64_t further;  /* and moved on by so much: Note [Two layouts] in pgraph/drivers/base.py */
     uint64_t count;    /* ranges handed out */
     int64_t error;     /* first CUresult other than 0 */
     fn_map map;
@@ -123,11 +124,10 @@ static pg_arena *active; /* guarded by pgraph's capture lock */
 
 void pg_arena_activate(pg_arena *arena) { active = arena; }
 
-/* Takes `size` bytes at an address equal to `phase` modulo `align`; 0 when the range is used up. */
-uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t align, uint64_t phase)
+/* Takes `size` bytes where `next_start` of pgraph/drivers/base.py says; 0 when the range is used up. */
+uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t phase)
 {
-    uint64_t start = a->position + a->guard + a->jitter * (a->count % 13 + 1);
-    start = (start + align - 1) / align * align + phase;
+    uint64_t start = (a->position + a->guard + a->unit - 1) / a->unit * a->unit + a->further + phase;
     uint64_t end = start + size + a->guard;
     if (end > a->high)
         return 0;
@@ -151,7 +151,7 @@ void *pg_ghost_alloc(int64_t size, int device, void *stream)
 {
     (void)device;
     (void)stream;
-    return active ? (void *)(uintptr_t)pg_arena_take(active, (uint64_t)size, 2 << 20, 0) : NULL;
+    return active ? (void *)(uintptr_t)pg_arena_take(active, (uint64_t)size, 0) : NULL;
 }
 
 void pg_ghost_free(void *ptr, int64_t size, int device, void *stream)
