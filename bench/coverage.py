@@ -1,0 +1,210 @@
+"""Which models pgraph runs right, what it captures of them, and how fast they are beside other backends.
+
+    python bench/coverage.py                                  # everything: checks of all, timings of some
+    python bench/coverage.py --checks-only --resume --deadline 560
+    python bench/coverage.py --timed-only --resume --deadline 560
+    python bench/coverage.py --models 'timm/*' hf/bert --modes train --backends pgraph
+    python bench/coverage.py --models 'own/*' --device cpu --driver host --codegen aten --backends pgraph
+
+About 110 published architectures (``bench/zoo``) with random weights. Every model and mode is checked: each
+step of pgraph's against eager's loss, gradients, buffers or outputs (`coverage_judge.py` says by which rule),
+inputs at other addresses at every step, parameters at every second. Those of the zoo that are ``timed`` are
+then run by all backends, one process each, alone on the GPU (`coverage_pool.py`); their parameters stay where
+they are, which `reduce-overhead` needs, and inputs come from four sets in turn.
+
+Results go to ``bench/results/coverage-<gpu>.json`` after every process, so a stopped run keeps what it has;
+``--resume`` leaves out what went well at the same commit. Processes are forked from one that has imported
+torch and the collections. What each prints lies in ``--logs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import _paths  # noqa: F401  (puts the checkout on sys.path)
+import schema
+import torch
+import zoo
+from backends import CODEGENS, DRIVERS, register_pgraph
+from coverage_check import check
+from coverage_nvml import DeviceMemory
+from coverage_pool import Pool
+from coverage_rows import Row, Rows
+from coverage_subject import Job
+from coverage_summary import summary
+from coverage_time import measure
+
+BACKENDS = ("pgraph", "reduce-overhead", "inductor", "eager")
+PACKAGES = {"hf": "transformers", "timm": "timm", "tv": "torchvision"}
+# Imported before forking, so that no child has to: seconds each.
+PRELOAD = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+    "timm",
+    "torchvision",
+)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line of this program; `argv` None reads the real one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", default=[], metavar="PATTERN", help="names such as hf/bert or 'timm/*'")
+    add("--modes", nargs="+", choices=schema.CHOICES["mode"], default=["train", "infer"])
+    add(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=list(BACKENDS),
+        help="to be timed; pgraph is checked",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checks-only", action="store_true", help="time nothing")
+    which.add_argument("--timed-only", action="store_true", help="check nothing")
+    add("--resume", action="store_true", help="leave out what went well at this commit")
+    add("--deadline", type=float, default=None, metavar="SECONDS", help="kill what still runs then")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    add("--timeout", type=float, default=240.0, help="seconds for one process")
+    add("--steps", type=int, default=9, help="steps of each check")
+    add("--seconds", type=float, default=0.8, help="how long a timing's steps may take")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--driver", choices=DRIVERS, default="auto", help="pgraph's driver")
+    add("--codegen", choices=CODEGENS, default="auto", help="pgraph's code generator")
+    add("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pgraph-coverage", help="folder")
+    add("--out", default=None, help="JSON file or folder for the results")
+    args = parser.parse_args(argv)
+    if args.jobs < 1 or args.steps < 1:
+        parser.error("--jobs and --steps must be at least 1")
+    try:
+        args.entries = zoo.select(args.models)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def jobs_of(args: argparse.Namespace) -> list[Job]:
+    """All jobs in the order in which they start: checks, then timings; the longest compile first.
+
+    The backends of one model and mode start one after another, so that they are measured close in time.
+    """
+    settings = {key: getattr(args, key) for key in ("device", "driver", "codegen", "steps", "seconds")}
+
+    def made(kind: str, entry: zoo.Entry, backends: Sequence[str]) -> list[list[Job]]:
+        return [[Job(kind, entry.name, mode, b, **settings) for b in backends] for mode in args.modes]
+
+    checks, timings = [], []
+    for entry in args.entries:
+        if not args.timed_only and "pgraph" in args.backends:
+            checks += made("check", entry, ["pgraph"])
+        if not args.checks_only and entry.timed:
+            timings += made("time", entry, [b for b in BACKENDS if b in args.backends])
+    ordered = [sorted(groups, key=lambda g: -max(job.cost for job in g)) for groups in (checks, timings)]
+    return [job for groups in ordered for group in groups for job in group]
+
+
+def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
+    """What a child does."""
+    torch.set_num_threads(1)
+    if importlib.util.find_spec("torch._inductor.config"):
+        # One thread each: the other cores have children of their own.
+        importlib.import_module("torch._inductor.config").compile_threads = 1
+    return check(job) if job.kind == "check" else measure(job, alone)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Import what children need, without touching CUDA; leave out models of packages that are missing.
+
+    Raises:
+        SystemExit: forked children could not use the GPU; it says why.
+    """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would make children unable to
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    needed = {entry.name.split("/")[0] for entry in args.entries} & set(PACKAGES)
+    for collection in sorted(needed):
+        if importlib.util.find_spec(PACKAGES[collection]) is None:
+            print(f"{PACKAGES[collection]} is not installed: its models are left out")
+            args.entries = [e for e in args.entries if not e.name.startswith(f"{collection}/")]
+    packages = {PACKAGES[c] for c in needed} | {"torch"}
+    for name in PRELOAD:
+        if name.split(".")[0] in packages and importlib.util.find_spec(name.split(".")[0]):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    if "pgraph" in args.backends:
+        register_pgraph()
+    if args.device == "cuda":
+        probe = multiprocessing.get_context("fork").Process(target=_probe)
+        probe.start()
+        probe.join()
+        if probe.exitcode:
+            raise SystemExit("bench/coverage.py: a forked process cannot use the GPU (see above)")
+
+
+def _probe() -> None:
+    torch.zeros(1, device="cuda").item()
+
+
+def tell(job: Job, row: Row, fields: dict[str, Any], done: int, total: int, began: float) -> None:
+    """One line about a child."""
+    parts = [fields["status"][:160]]
+    if fields.get("device_ops") is not None:
+        parts.append(f"{fields['captured_ops']}/{fields['device_ops']} ops captured")
+    if fields.get("ms_per_step") is not None:
+        parts.append(f"{fields['ms_per_step']:.2f} ms, {fields['peak_reserved_mb'] or 0:,.0f} MB reserved")
+    parts += [f"{code} x {count}" for code, count in fields.get("uncaptured", {}).items()]
+    at = time.monotonic() - began
+    print(
+        f"[{at:4.0f} s {done}/{total}] {job.name}: {', '.join(parts)} ({fields['child_s']:.0f} s)", flush=True
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Check and measure; returns the result file's path."""
+    began = time.monotonic()
+    args = parse_args(argv)
+    prepare(args)
+    header = schema.environment()
+    if args.device == "cpu":
+        header |= {"gpu": "cpu", "driver": None}
+    rows = Rows(schema.result_path("coverage", header["gpu"], args.out), header)
+    jobs = [job for job in jobs_of(args) if not (args.resume and rows.done(job))]
+    memory = DeviceMemory() if args.device == "cuda" else None
+    pool = Pool(
+        work=work,
+        size=args.jobs,
+        timeout=args.timeout,
+        deadline=None if args.deadline is None else began + args.deadline,
+        logs=args.logs,
+        device_used_mb=memory.used_mb if memory is not None else lambda: None,
+    )
+    print(f"{len(jobs)} processes, {args.jobs} side by side; logs in {args.logs}", flush=True)
+    done = 0
+    for done, (job, fields) in enumerate(pool.run(jobs), 1):
+        tell(job, rows.add(job, fields), fields, done, len(jobs), began)
+    if done < len(jobs):
+        print(f"stopped with {len(jobs) - done} processes to go: run again with --resume")
+    print(summary(rows.all()))
+    if rows.path.exists():
+        print(f"wrote {rows.path}")
+    return rows.path
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are killed as well
+    main()

@@ -1,0 +1,173 @@
+"""The correctness and coverage of one model under one backend, in a process of its own.
+
+Not a program: `coverage.py` forks children that call `check`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from backends import pgraph_report
+from coverage_judge import Mismatch, Verdict, judge, shared
+from coverage_subject import Holes, Job, Run, Subject, spoil
+from zoo.entry import Inputs
+
+LAUNCHED = 5  # steps that must be compared after all captures exist
+REASONS = 12  # sentences that a row keeps
+
+
+def check(job: Job) -> dict[str, Any]:
+    """Compare `job.steps` steps with eager by `coverage_judge`'s note; returns the fields of a row.
+
+    Inputs lie elsewhere at every step; parameters and buffers move, the former changing slightly, at every
+    second one; old weights, old inputs and all free memory are full of NaN.
+    """
+    subject = Subject(job)
+    trial = Trial(job, subject)
+    holes = Holes(subject.device)
+    compile_s = 0.0
+    for number in range(job.steps):
+        holes.shake()
+        if number and number % 2 == 0:
+            subject.move()
+        inputs = subject.inputs(number)
+        trial.addresses.add(inputs[0].data_ptr())
+        began = time.perf_counter()
+        trial.step(number, inputs, holes)
+        compile_s = compile_s or time.perf_counter() - began
+        for tensor in inputs:
+            spoil(tensor)
+        del inputs
+    report = pgraph_report() if job.backend == "pgraph" else None
+    fields = coverage_of(report) if report is not None else {}
+    launched = trial.launched if report is not None else job.steps
+    status = trial.status()
+    if status == "ok" and fields.get("captures") and launched < LAUNCHED:
+        status = f"only {launched} of {job.steps} compared steps launched a graph"
+    return {
+        "status": status,
+        "batch": subject.entry.batch,
+        "params_mb": subject.params_mb,
+        "precision": "bf16 autocast" if subject.entry.autocast else "fp32",
+        "compile_s": compile_s,
+        "steps": job.steps,
+        "steps_launched": launched,
+        "tensors_compared": trial.compared,
+        "input_addresses": len(trial.addresses),
+        "error": trial.error,
+        "eager_error": trial.eager_error,
+        "inductor_differs": trial.inductor_differs,
+        **fields,
+    }
+
+
+class Trial:
+    """Steps of one model, each run by eager twice, in fp32, and compiled."""
+
+    def __init__(self, job: Job, subject: Subject) -> None:
+        self.job, self.subject = job, subject
+        self.compiled = subject.compiled(job)
+        self.inductor: Run | None = None
+        self.addresses: set[int] = set()
+        self.problems: list[tuple[int, Mismatch]] = []
+        self.inductor_differs: list[str] = []
+        self.compared = self.launched = 0
+        self.error = self.eager_error = 0.0
+
+    def step(self, number: int, inputs: Inputs, holes: Holes) -> None:
+        """Run and judge one step."""
+        subject = self.subject
+        saved = subject.saved()
+        try:
+            truth = subject.truth(inputs)
+            eager = self._from(saved, subject.program, inputs)
+            again = self._from(saved, subject.program, inputs)
+        except Exception as error:
+            raise RuntimeError(f"eager itself: {type(error).__name__}: {error}") from error
+        subject.restore(saved)
+        holes.shake()  # what eager left in free memory is right; nobody may find it there
+        launches = self._launches()
+        mine = subject.step(self.compiled, inputs)
+        self.launched += self._launches() > launches
+        verdict = judge(truth, eager, again, mine)
+        self.compared += verdict.compared
+        self._note(verdict)
+        if verdict.mismatches:
+            after = subject.saved()
+            theirs = self._by_inductor(saved, inputs)
+            subject.restore(after)
+            for mismatch in verdict.mismatches:
+                if theirs is not None and shared(mismatch, truth, theirs):
+                    self.inductor_differs += [mismatch.name] * (mismatch.name not in self.inductor_differs)
+                else:
+                    self.problems.append((number, mismatch))
+
+    def status(self) -> str:
+        """ "ok", or the first tensor that is wrong and how many there are."""
+        if not self.problems:
+            return "ok"
+        number, first = self.problems[0]
+        count = len(self.problems)
+        return f"mismatch: step {number}: {first} ({count} tensor{'s' * (count > 1)} over all steps)"
+
+    def _from(self, saved: list[Any], run: Run, inputs: Inputs) -> Any:
+        self.subject.restore(saved)
+        return self.subject.step(run, inputs)
+
+    def _by_inductor(self, saved: list[Any], inputs: Inputs) -> Any:
+        """The step by plain Inductor, where there is one."""
+        if self.job.backend != "pgraph" or self.job.device != "cuda":
+            return None
+        self.inductor = self.inductor or self.subject.compiled(self.job, "inductor")
+        return self._from(saved, self.inductor, inputs)
+
+    def _note(self, verdict: Verdict) -> None:
+        self.error = max(self.error, verdict.error)
+        self.eager_error = max(self.eager_error, verdict.eager_error)
+
+    def _launches(self) -> int:
+        report = pgraph_report() if self.job.backend == "pgraph" else None
+        return 0 if report is None else int(report.launches)
+
+
+def coverage_of(report: Any) -> dict[str, Any]:
+    """What pgraph's report says of a process that ran one model.
+
+    Ops are counted once for each compiled graph that ran. A part that only draws seeds for the graph behind
+    it costs nothing and counts neither as captured nor as uncaptured. What Python runs between two graphs
+    never reaches pgraph; `graph_breaks` says how many graphs end in such a break.
+    """
+    from pgraph.facts import SEEDS
+
+    parts = [
+        p
+        for p in report.parts
+        if p.state != "not run"
+        and p.facts.device_ops
+        and not (p.reasons and all(r.code == SEEDS for r in p.reasons))
+    ]
+    outside = [p for p in parts if p.state != "captured"]
+    codes: dict[str, int] = {}
+    sentences: dict[str, None] = {}
+    for part in outside:
+        reasons = {reason.code: reason for reason in part.reasons}
+        for code in reasons or {part.state: None}:
+            codes[code] = codes.get(code, 0) + 1
+        sentences |= {f"[{r.code}] {r.sentence}": None for r in reasons.values()}
+    graphs = {(p.facts.graph.kind, p.facts.graph.number): p.facts.graph for p in report.parts}
+    broken = [g.broken for g in graphs.values() if g.broken is not None]
+    sentences |= {f"[{r.code}] {r.sentence}": None for r in broken}
+    return {
+        "captured_ops": sum(p.facts.device_ops for p in parts if p.state == "captured"),
+        "device_ops": sum(p.facts.device_ops for p in parts),
+        "captures": int(report.captures),
+        "capture_s": float(report.capture_s),
+        "launches": int(report.launches),
+        "parts": len(parts),
+        "uncaptured_parts": len(outside),
+        "fallbacks": int(report.fallbacks),
+        "uncaptured": codes,
+        "reasons": [sentence[:300] for sentence in list(sentences)[:REASONS]],
+        "graph_breaks": len(broken),
+    }

@@ -1,0 +1,227 @@
+"""Children side by side: forked from one parent that has imported everything, measured one at a time.
+
+Note [Alone on the GPU]: Many children may compile at once, but while one measures all others stand still. A
+child that is ready says so and waits. The parent stops every other child's process group (SIGSTOP, and waits
+until the kernel reports it), lets the measuring one go, and takes its figures. What a stopped child had
+queued on the GPU runs out within milliseconds; the measuring child idles first. Then the parent reads
+the device's used memory, lets the measured child exit, and reads it again: nobody else could allocate, so the
+difference is that process's memory, its CUDA context included. Only then do the others go on. A stopped child
+may hold a lock of the compile cache: the measuring one has compiled already and needs none.
+
+Not a program: `coverage.py` imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from coverage_subject import Job
+from workers import last_error
+
+Fields = dict[str, Any]
+Work = Callable[[Job, Callable[[], None]], Fields]
+"""``(job, alone)`` to the fields of a row; ``alone()`` returns once all other children stand still."""
+
+MEASURING_S = 60.0
+IDLE_S = 0.03
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One forked process."""
+
+    def __init__(self, job: Job, work: Work, timeout: float, log: Path) -> None:
+        self.job, self.log = job, log
+        self.link, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=_live, args=(job, work, theirs, log))
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, self.pid)  # as the child itself does: whoever comes first
+        self.started = time.monotonic()
+        self.due = self.started + timeout
+        self.ready = False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to the child and to what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def stopped(self) -> bool:
+        """Whether the kernel says that it stands still, or is gone."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return True
+        return state in "TtZX"
+
+    def end(self) -> None:
+        """Kill it and what it started, and reap it."""
+        self.signal(signal.SIGKILL)
+        self.process.join()
+        self.link.close()
+
+    def fate(self) -> Fields:
+        """What a row says of a child that ended without a result."""
+        code = self.process.exitcode
+        text = self.log.read_text(encoding="utf-8", errors="replace")[-20000:] if self.log.exists() else ""
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+        error = last_error(text)
+        return {"status": f"{how}: {error}" if error else how}
+
+
+@dataclasses.dataclass
+class Pool:
+    """Runs jobs, `size` at a time.
+
+    Args:
+        work: what a child does.
+        size: children side by side.
+        timeout: seconds that a child may run; waiting and standing still do not count.
+        deadline: `time.monotonic` at which the rest is killed; None for never.
+        logs: folder for what children print.
+        device_used_mb: reads the whole device's used memory in MB; None where it cannot be known.
+    """
+
+    work: Work
+    size: int
+    timeout: float
+    deadline: float | None
+    logs: Path
+    device_used_mb: Callable[[], float | None]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Fields]]:
+        """Each job's fields as soon as it has ended; jobs that the deadline cut off are left out."""
+        waiting, living = list(jobs), list[Child]()
+        try:
+            while (waiting or living) and not self._late():
+                while waiting and len(living) < self.size:
+                    job = waiting.pop(0)
+                    living.append(Child(job, self.work, self.timeout, self._log(job)))
+                for child in self._news(living):
+                    fields = self._hear(child, living)
+                    if fields is not None:
+                        living.remove(child)
+                        child.end()
+                        yield child.job, {**fields, "child_s": time.monotonic() - child.started}
+        finally:
+            for child in living:
+                child.end()
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _log(self, job: Job) -> Path:
+        return self.logs / (job.name.replace(" ", "-").replace("/", "-") + ".log")
+
+    def _news(self, living: list[Child]) -> list[Child]:
+        """Children that said something, ended, or took too long; waits for at most half a second."""
+        sources = {child.link: child for child in living} | {c.process.sentinel: c for c in living}
+        found = {id(sources[source]): sources[source] for source in wait(list(sources), 0.5)}
+        now = time.monotonic()
+        return [child for child in living if id(child) in found or now > child.due]
+
+    def _hear(self, child: Child, living: list[Child]) -> Fields | None:
+        """Handle what `child` has to say; its fields if it is through."""
+        try:
+            if child.link.poll():
+                kind, fields = child.link.recv()
+                return fields if kind == "row" else self._measure(child, living)
+        except (EOFError, ConnectionError):
+            child.process.join(10)
+        if child.process.exitcode is not None:
+            return child.fate()
+        if time.monotonic() > child.due:
+            return {"status": f"timeout: no result after {self.timeout:.0f} s"}
+        return None
+
+    def _measure(self, child: Child, living: list[Child]) -> Fields:
+        """Let `child` measure while all others stand still, by Note [Alone on the GPU]."""
+        began = time.monotonic()
+        others = [other for other in living if other is not child]
+        try:
+            for other in others:
+                other.signal(signal.SIGSTOP)
+            while not all(other.stopped() for other in others) and time.monotonic() < began + 5:
+                time.sleep(0.001)
+            time.sleep(IDLE_S)
+            child.link.send("go")
+            if not child.link.poll(MEASURING_S):
+                return {"status": f"timeout: measuring took more than {MEASURING_S:.0f} s"}
+            fields: Fields = child.link.recv()[1]
+            return {**fields, "device_used_mb": self._released(child)}
+        except (EOFError, ConnectionError):
+            child.process.join(10)
+            return child.fate()
+        finally:
+            for other in others:
+                other.due += time.monotonic() - began
+                other.signal(signal.SIGCONT)
+
+    def _released(self, child: Child) -> float | None:
+        """MB of device memory that the process gives back by ending; None where it cannot be known."""
+        before = self.device_used_mb()
+        child.link.send("exit")
+        child.process.join(20)
+        after = self.device_used_mb()
+        if before is None or after is None or child.process.exitcode is None:
+            return None
+        for _ in range(20):  # the driver may still be giving pages back
+            time.sleep(0.02)
+            again = self.device_used_mb()
+            if again is None or again == after:
+                break
+            after = again
+        return max(0.0, before - after)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _live(job: Job, work: Work, link: Connection, log: Path) -> None:
+    """A child's life: print to the log, do the work, say the result."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with_parent()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    waits = False
+
+    def alone() -> None:
+        nonlocal waits
+        waits = True
+        link.send(("ready", None))
+        link.recv()
+
+    try:
+        fields = work(job, alone)
+    except BaseException as error:
+        # A log is for people; the row has the error's last line.
+        traceback.print_exc()
+        fields = {"status": last_error("".join(traceback.format_exception(error))) or type(error).__name__}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    link.send(("row", fields))
+    if waits:
+        link.recv()
+    os._exit(0)

@@ -1,0 +1,83 @@
+"""Rows of the coverage benchmark: a check and a timing of one model make one row. Not a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import schema
+from coverage_subject import Job
+
+Row = dict[str, Any]
+KINDS = ("check", "time")
+
+
+def row_key(job: Job) -> tuple[str, ...]:
+    """The identity of the row that a job contributes to."""
+    return schema.identity(blank(job))
+
+
+def blank(job: Job) -> Row:
+    """A row with nothing measured."""
+    return {
+        "bench": "coverage",
+        "config": job.model,
+        "mode": job.mode,
+        "scope": "model",
+        "backend": job.backend,
+        # Compiled from whatever the machine's cache holds: no cold compile time.
+        "inductor_cache": "the machine's",
+        **dict.fromkeys(schema.FIGURES["coverage"]),
+    }
+
+
+def combine(old: Mapping[str, Any] | None, job: Job, fields: Mapping[str, Any]) -> Row:
+    """The row after `job`: what its other half measured stays, if it is of the same commit (`old`).
+
+    The timing's compile and capture times win over the check's, whose first step includes eager's.
+    """
+    kept = {} if old is None else {key: value for key, value in old.items() if key != "status"}
+    fresh = {key: value for key, value in fields.items() if key not in ("status", "child_s")}
+    if job.kind == "check" and kept.get("time_status") == "ok":
+        fresh = {key: value for key, value in fresh.items() if key not in ("compile_s", "capture_s")}
+    row = {**blank(job), **kept, **fresh}
+    row |= {f"{job.kind}_status": fields["status"], f"{job.kind}_s": fields.get("child_s")}
+    bad = [f"{row[key]}" for kind in KINDS if row.get(key := f"{kind}_status", "ok") != "ok"]
+    return {**row, "status": bad[0] if bad else "ok"}
+
+
+class Rows:
+    """The rows of a result file, kept up to date on disk.
+
+    Args:
+        path: the file; it may not exist yet.
+        header: of this run.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path, self.header = path, header
+        found = schema.read(path)["rows"] if path.exists() else []
+        self.rows = {schema.identity(row): dict(row) for row in found}
+
+    def same_code(self, key: tuple[str, ...]) -> Row | None:
+        """The row of that identity, if it was measured at this run's commit."""
+        row = self.rows.get(key)
+        return row if row is not None and row.get("commit") == self.header["commit"] else None
+
+    def done(self, job: Job) -> bool:
+        """Whether the file has this job's half already, and it went well."""
+        row = self.same_code(row_key(job))
+        return row is not None and row.get(f"{job.kind}_status") == "ok"
+
+    def add(self, job: Job, fields: Mapping[str, Any]) -> Row:
+        """Merge a job's fields and write the file."""
+        key = row_key(job)
+        row = combine(self.same_code(key), job, fields)
+        row = {**row, "commit": self.header["commit"], "date": self.header["date"]}
+        schema.write(self.path, [row], self.header)
+        self.rows[key] = schema.with_defaults(row)
+        return row
+
+    def all(self) -> Sequence[Row]:
+        return list(self.rows.values())

@@ -1,0 +1,201 @@
+"""A model of the zoo on a device, made to run steps: what checks and timings share.
+
+Not a program: `coverage_check.py` and `coverage_time.py` import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import _paths  # noqa: F401  (puts examples/ on sys.path)
+import torch
+import zoo
+from backends import compile_kwargs
+from torch import Tensor
+from zoo.entry import Draw, Inputs, calibrated, lively, without_chance
+
+MB = 2**20
+Run = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one child does.
+
+    Args:
+        kind: ``"check"`` (compare with eager, count what is captured) or ``"time"``.
+        model: name in the zoo.
+        mode: ``"train"`` (forward, loss, backward) or ``"infer"``.
+        backend: name of the backend.
+        device: ``"cuda"`` or ``"cpu"``.
+        driver, codegen: pgraph's options.
+        steps: compared steps of a check.
+        seconds: how long a timing's steps may take.
+    """
+
+    kind: str
+    model: str
+    mode: str
+    backend: str
+    device: str = "cuda"
+    driver: str = "auto"
+    codegen: str = "auto"
+    steps: int = 9
+    seconds: float = 0.8
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.model} {self.mode} {self.backend}"
+
+    @property
+    def cost(self) -> float:
+        """Rough compile time; forward and backward take about two and a half times the forward's."""
+        graphs = 2.5 if self.mode == "train" else 1.0
+        return zoo.find(self.model).cost * (0.2 if self.backend == "eager" else graphs)
+
+
+class Subject:
+    """The model, and how to run it.
+
+    Everything is seeded: two processes have the same weights and inputs.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.entry = zoo.find(job.model)
+        self.train = job.mode == "train"
+        self.device = torch.device(job.device)
+        torch.manual_seed(0)
+        self.program = lively(without_chance(self.entry.program())).to(self.device).train()
+        if not self.train:
+            draw = Draw(self.device, 2**31)
+            calibrated(self.program, self.entry.inputs(draw, self.entry.batch, True)).eval()
+        self.random = torch.Generator(self.device).manual_seed(1)
+
+    def compiled(self, job: Job, backend: str | None = None) -> Run:
+        """The program compiled by `backend` (the job's), or itself for eager."""
+        kwargs = compile_kwargs(backend or job.backend, self.device, job.driver, job.codegen)
+        return self.program if kwargs is None else torch.compile(self.program, **kwargs)
+
+    def inputs(self, seed: int) -> Inputs:
+        """Inputs at fresh addresses."""
+        return self.entry.inputs(Draw(self.device, seed), self.entry.batch, self.train)
+
+    @property
+    def params_mb(self) -> float:
+        return sum(p.numel() * p.element_size() for p in self.program.parameters()) / MB
+
+    def forward(self, run: Run, inputs: Inputs) -> Any:
+        """The loss in training, the outputs in inference, under bf16 autocast where the model allows it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.entry.autocast):
+            if self.train:
+                return run(*inputs)
+            with torch.no_grad():
+                return run(*inputs)
+
+    def step(self, run: Run, inputs: Inputs) -> dict[str, Tensor]:
+        """One step; loss, gradients and buffers, or the outputs, each by its name."""
+        result = self.forward(run, inputs)
+        if not self.train:
+            return {f"output {i}": tensor for i, tensor in enumerate(result)}
+        result.backward()
+        found = {"loss": result.detach()}
+        for name, parameter in self.program.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient of {name}"] = parameter.grad
+                parameter.grad = None
+        return found | {f"buffer {name}": b.detach().clone() for name, b in self.program.named_buffers()}
+
+    def truth(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The same step in fp32 throughout."""
+        with _fp32(), torch.autocast(self.device.type, enabled=False):
+            entry, self.entry = self.entry, dataclasses.replace(self.entry, autocast=False)
+            try:
+                return self.step(self.program, inputs)
+            finally:
+                self.entry = entry
+
+    def saved(self) -> list[Tensor]:
+        """Copies of the buffers, which training changes."""
+        return [b.detach().clone() for b in self.program.buffers()]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        """Put the buffers back, in place."""
+        with torch.no_grad():
+            for buffer, old in zip(self.program.buffers(), saved, strict=True):
+                buffer.copy_(old)
+
+    def move(self) -> int:
+        """Give parameters and buffers new storage, parameters slightly other values; returns how many.
+
+        What they leave is filled with NaN (integers: zero), so that a stale address shows. Tensors that share
+        storage, or fill only a part of theirs, stay.
+        """
+        both = [*self.program.parameters(), *self.program.buffers()]
+        storages = [t.untyped_storage().data_ptr() for t in both]
+        moved = []
+        for tensor, storage in zip(both, storages, strict=True):
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() > 0
+            if storages.count(storage) > 1 or not whole:
+                continue
+            old = tensor.data
+            new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
+            new.copy_(old)
+            if isinstance(tensor, torch.nn.Parameter) and new.is_floating_point():
+                noise = torch.empty_like(new).normal_(generator=self.random)
+                new.mul_(1 + 0.02 * noise)
+            tensor.data = new
+            moved.append(old)
+        for old in moved:  # only now, so that no new tensor took an old one's place
+            spoil(old)
+        return len(moved)
+
+
+def spoil(x: Tensor) -> None:
+    """Fill with what shows when it is read."""
+    with torch.no_grad():
+        x.fill_(float("nan")) if x.is_floating_point() else x.zero_()
+
+
+@contextlib.contextmanager
+def _fp32() -> Iterator[None]:
+    """No TF32 anywhere; what was set before is set again afterwards."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+class Holes:
+    """Keeps the allocator's free memory full of NaN, and its next addresses unlike its last ones."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self.device, self.random = device, random.Random(seed)
+        self.pads: list[Tensor] = []
+
+    def shake(self) -> None:
+        """Poison all free blocks, let old pads go and place new ones of random size."""
+        del self.pads[: len(self.pads) // 2]
+        if self.device.type == "cuda":
+            self._poison()
+        for _ in range(8):
+            size = int(512 * 2 ** (17 * self.random.random()))  # 512 B to 64 MB, evenly over the scales
+            self.pads.append(torch.empty(size, dtype=torch.uint8, device=self.device).fill_(0xFF))
+
+    def _poison(self) -> None:
+        """Write NaN into every free block of the allocator that a request of a power of two can get."""
+        held: list[Tensor] = []
+        for power in range(28, 9, -1):  # 256 MB to 1 KB
+            for _ in range(64):
+                if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**power:
+                    break
+                before = torch.cuda.memory_reserved()
+                block = torch.empty(2**power, dtype=torch.uint8, device=self.device)
+                if torch.cuda.memory_reserved() > before:
+                    break  # no free block was large enough, this one is new
+                held.append(block.fill_(0xFF))
