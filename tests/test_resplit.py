@@ -36,7 +36,7 @@ def hiding(*ops: str) -> HostFaults:
 
 
 def moving(*ops: str) -> HostFaults:
-    """A word of these points into the framework's memory, elsewhere in each capture; a custom op's may not."""
+    """A word of these points into the framework's memory, elsewhere in each capture."""
     return HostFaults(padded=frozenset(ops), moving_words=(HIDDEN, HIDDEN + 64), framework=MEMORY)
 
 
