@@ -18,7 +18,9 @@ The files, in the order in which data flows through them:
 `plan`, `packing`         when memory is allocated and freed around which chunk of nodes
 `build`                   the steps above in order; `template` holds what they leave behind
 `launch`                  today's addresses in, ordinary tensors out
-`runner`, `variant`       the state machine: plain, captured, launched, fallen back
+`runner`, `variant`,      the state machine: plain, captured, launched, fallen back
+`failures`
+`culprit`, `resplit`      a refused capture: which op made it fail, and the split around that op
 `strides`                 what Inductor does not keep of the strides that the next part counts on
 `graph_runner`            the parts of a split graph in order, values from one to the next
 `drivers/`                CUDA, and the same rules on the CPU

@@ -134,7 +134,7 @@ class Piece:
         """Its capture was refused: split, if that helps. Call it in its turn and without locks.
 
         Returns:
-            None if others run in its place now, or why it runs plainly from now on.
+            None if others run in its place now; else why it runs plainly from now on.
         """
         return self._splitter.refused(self, reason, culprit)
 
@@ -164,19 +164,24 @@ class Splitter:
         self._splits, self._seconds = 0, 0.0
         self._watch([(owner, self._body)])
 
-    def settled(self, piece: Piece, reason: Reason | None) -> None:
-        """A piece is captured (no reason), or runs plainly for good."""
+    def settled(self, piece: Piece, reason: Reason | None) -> bool:
+        """A piece is captured (no reason), or runs plainly for good.
+
+        Returns:
+            Whether the partition is back in place of its pieces.
+        """
         owner = self._owner()
         if piece not in self._open or owner is None:
-            return  # of an earlier split
+            return False  # of an earlier split
         self._open.discard(piece)
         self._some = self._some or reason is None
         if self._open or not self._splits:
-            return
-        if self._some:
+            return False
+        if reason is None or self._some:
             owner.retire()
-        elif reason is not None:
-            self._undo(owner, reason)
+            return False
+        self._undo(owner, reason)
+        return True
 
     def refused(self, piece: Piece, reason: Reason, culprit: Dispatch | None) -> Reason | None:
         """See `Piece.refused`."""
@@ -201,8 +206,7 @@ class Splitter:
         except Exception as e:
             log.debug("the split failed", exc_info=True)
             told = _more(reason, f"to split the graph around it failed: {_first_line(e)}")
-        self.settled(piece, told)
-        return told
+        return None if self.settled(piece, told) else told
 
     def _watch(self, pieces: Sequence[tuple[PartitionRunner, Sequence[Node]]]) -> None:
         self._some = False

@@ -30,6 +30,7 @@ from pgraph.capture import may_pass
 from pgraph.drivers.base import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, LaunchMemoryError, MatchError
 from pgraph.facts import PartFacts
+from pgraph.failures import before_all, device_failed, launch_failed, unexpected
 from pgraph.keeping import WAITING, Keeper
 from pgraph.launch import Launcher
 from pgraph.launch_native import native_call
@@ -38,7 +39,7 @@ from pgraph.ranges import in_range
 from pgraph.reasons import Reason
 from pgraph.sizes import Dimension, Sizes
 from pgraph.template import Dispatch, Template
-from pgraph.variant import State, Trait, Variant, alignments
+from pgraph.variant import State, Trait, Variant, key_of
 
 if TYPE_CHECKING:
     from pgraph.resplit import Piece
@@ -118,6 +119,8 @@ class PartitionRunner:
             return instead(args)
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
+        if self._given_up and self._sizes.of(args) in self._given_up:
+            return self._run_plainly(args, None)
         if self._carries_tangents and compat.forward_mode():
             return self._run_plainly(args, None)  # a launch would lose the tangents without a word
         if compat.intercepted():
@@ -135,7 +138,7 @@ class PartitionRunner:
                 elif variant.addresses(args) is not None:
                     done = in_range("launch", self._label, call, args)
             except _LAUNCH_ERRORS as e:
-                self._failed(variant, _before_all(e, launcher, args))
+                self._failed(variant, before_all(e, launcher, args))
                 failed = True
             if failed:  # not in the handler: the error's frames hold memory
                 self._insist(variant.reason)
@@ -146,8 +149,6 @@ class PartitionRunner:
                 return done[0]
         addresses = variant.addresses(args) if launcher is not None and variant is not None else None
         if addresses is None:
-            if self._given_up and self._sizes.of(args) in self._given_up:
-                return self._run_plainly(args, None)
             variant = self._choose(args)
             if self._pending is not None:
                 self._resolve()
@@ -232,7 +233,7 @@ class PartitionRunner:
         if isinstance(error, LaunchMemoryError):
             self._short_of_memory(error)
             return
-        self._refuse(variant, _launch_failed(error))
+        self._refuse(variant, launch_failed(error))
         if isinstance(error, DriverError):
             raise error
 
@@ -321,27 +322,9 @@ class PartitionRunner:
 
     def _variant(self, args: Sequence[Any]) -> Variant | None:
         """The one for these layouts, made if need be; None for tensors that lie nowhere (batched, fake)."""
-        tensors, others, traits, addresses = [], [], [], []
-        for position, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                if value.device != self._driver.device:
-                    continue  # CPU seeds of attention without dropout: never read
-                try:
-                    addresses.append(value.data_ptr())
-                except RuntimeError:
-                    return None
-                tensors.append((position, tuple(value.size()), tuple(value.stride())))
-                if position in self._watched:
-                    trait = self._watched[position]
-                    traits.append((position, trait, trait(value)))
-            elif isinstance(value, int | float | bool):
-                others.append((position, value))
-        aligned = alignments(addresses, self._driver.alignment)
-        key = (
-            tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True)),
-            tuple(others),
-            tuple(traits),
-        )
+        key = key_of(args, self._driver.device, self._driver.alignment, self._watched)
+        if key is None:
+            return None
         variant = self._variants.get(key)
         if variant is None:
             waiting = [k for k, v in self._variants.items() if v.launcher is None]
@@ -388,7 +371,7 @@ class PartitionRunner:
                 self._later(variant, e)
             else:
                 log.debug("unexpected failure", exc_info=True)
-                self._refuse(variant, _unexpected(e))
+                self._refuse(variant, unexpected(e))
         else:
             self._failures = 0
             if self.piece is not None:
@@ -408,7 +391,7 @@ class PartitionRunner:
         variant.runs = 0
         self._failures += 1  # of all variants: one that is seldom seen, or evicted, forgets its own
         if variant.failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
-            self._refuse(variant, _device_failed(error, max(variant.failures, self._failures)))
+            self._refuse(variant, device_failed(error, max(variant.failures, self._failures)))
         else:
             log.info("%s could not be captured yet: %s", self.name, str(error))
 
@@ -464,36 +447,3 @@ class PartitionRunner:
         """
         if reason is not None and self._options.require_full_capture:
             strict.refuse(self.name, reason, str(stats.report()))
-
-
-def _before_all(error: Exception, launcher: Launcher | None, args: Sequence[Any]) -> Exception:
-    """A want of memory as a `LaunchMemoryError` if nothing has run: then the arguments are whole again."""
-    if not isinstance(error, torch.OutOfMemoryError) or launcher is None or not launcher.positions:
-        return error
-    if any(args[position] is None for position in launcher.positions):
-        return error
-    return LaunchMemoryError(str(error))
-
-
-def _device_failed(error: Exception, times: int) -> Reason:
-    return Reason(
-        "device-failed",
-        f"the device refused {times} times while capturing: {error}",
-        "free some device memory, then pgraph.reset() to try again; until then the partition runs plainly",
-    )
-
-
-def _launch_failed(error: Exception) -> Reason:
-    return Reason(
-        "launch-failed",
-        f"a captured graph could not be launched: {error}",
-        'report it, with the log of TORCH_LOGS="+pgraph"; these shapes run plainly until pgraph.reset()',
-    )
-
-
-def _unexpected(error: Exception) -> Reason:
-    return Reason(
-        "internal-error",
-        f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
-        'report it, with the log of TORCH_LOGS="+pgraph"; the partition runs plainly',
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "Variant",
     "alignments",
     "all_that_ops_see",
+    "key_of",
     "lazy_bits",
     "lazy_bits_and_type",
 ]
@@ -112,6 +113,36 @@ class Variant:
         except (AssertionError, RuntimeError):  # another layout, or a tensor that lies nowhere
             return None
         return found
+
+
+def key_of(
+    args: Sequence[Any], device: torch.device, usual: int, watched: Mapping[int, Trait]
+) -> tuple[Any, Any, Any] | None:
+    """The first three arguments of the `Variant` for these; None if a tensor lies nowhere (batched, fake).
+
+    Args:
+        args: of a partition.
+        device: whose tensors count.
+        usual: bytes to which the device's allocator aligns.
+        watched: positions of which more must stay than layout and alignment.
+    """
+    tensors, others, traits, addresses = [], [], [], []
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            if value.device != device:
+                continue  # CPU seeds of attention without dropout: never read
+            try:
+                addresses.append(value.data_ptr())
+            except RuntimeError:
+                return None
+            tensors.append((position, tuple(value.size()), tuple(value.stride())))
+            if position in watched:
+                traits.append((position, watched[position], watched[position](value)))
+        elif isinstance(value, int | float | bool):
+            others.append((position, value))
+    aligned = alignments(addresses, usual)
+    layouts = tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True))
+    return layouts, tuple(others), tuple(traits)
 
 
 def alignments(addresses: Sequence[int], usual: int) -> list[int]:

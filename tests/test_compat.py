@@ -467,3 +467,73 @@ def test_donated_inputs() -> None:
             assert torch.compiler.config.cache_key_tag == f"{tag} donated [0]"
         assert get_donated_idxs() == [2, 4]
         assert torch.compiler.config.cache_key_tag == tag
+
+
+def test_compiling_again() -> None:
+    """Outside of any compilation, in the traced values' fake mode, whatever is in force around it."""
+    gm = make_fx(lambda x: (x.sin() + 1,), tracing_mode="symbolic")(torch.randn(4, 3))
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    kept = compat.tracing([value for value in inputs if isinstance(value, Tensor)])
+    assert kept.fake_mode is compat.fake_mode_of(inputs)
+    assert kept.metadata is None
+    size = next(value for value in inputs if isinstance(value, Tensor)).size(0)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    with torch.autocast("cpu"), torch.enable_grad():
+        with compat.compiling_again(kept) as assumes_more:
+            assert TracingContext.get().fake_mode is kept.fake_mode
+            assert not torch.is_grad_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+            torch.rand(3)
+            assert not assumes_more()
+            assert size > 3  # a guard
+            assert assumes_more()
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert TracingContext.try_get() is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_frozen_shape_env_counts_what_it_ignores() -> None:
+    """Once Dynamo has its guards, more of them only show in a counter."""
+    gm = make_fx(lambda x: (x.sin(),), tracing_mode="symbolic")(torch.randn(4, 3))
+    x = next(n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor))
+    kept = compat.tracing([x])
+    kept.fake_mode.shape_env.freeze()
+    with compat.compiling_again(kept) as assumes_more:
+        assert x.size(0) > 3
+        assert assumes_more()
+
+
+def test_tracing_keeps_a_copy_of_the_metadata() -> None:
+    """Donated inputs are set in it for each part, and not in AOTAutograd's own."""
+    context = TracingContext(FakeTensorMode())
+    metadata = types.SimpleNamespace(bw_donated_idxs=[1])
+    context.fw_metadata = metadata  # type: ignore[assignment]
+    with tracing(context):
+        kept = compat.tracing([])
+    assert kept.fake_mode is context.fake_mode
+    with compat.compiling_again(kept), compat.donating([0]):
+        assert get_donated_idxs() == [0]
+    assert metadata.bw_donated_idxs == [1]
+
+
+def test_propagate() -> None:
+    """Values follow the strides that the inputs have today, and a view that they rule out becomes a copy."""
+    gm = make_fx(lambda x: (aten.view.default(x + 1, [12]),), tracing_mode="fake")(torch.randn(4, 3))
+    (x,) = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    with x.fake_mode:
+        turned = torch.empty_strided((4, 3), (1, 4))
+    compat.propagate(gm, [turned])
+    added = next(node for node in gm.graph.nodes if node.target is aten.add.Tensor)
+    assert added.meta["val"].stride() == (1, 4)
+
+
+def test_output_strides(inductor_cache: Any) -> None:
+    """Inductor's code tells the strides of its results, as text."""
+    gm = make_fx(lambda x: (x.permute(1, 0) + 1, 3), tracing_mode="fake")(torch.randn(4, 3))
+    gm.graph.output_node().meta["user_visible_output_idxs"] = [0]
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    compiled = compat.compile_graph(gm, inputs, {})
+    assert compat.output_strides(compiled) == [("1", "3"), None]
+    assert compat.output_strides(lambda args: args) is None

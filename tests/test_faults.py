@@ -73,7 +73,7 @@ def test_results_stay_right(step: Any, kind: Any, then: str, caplog: pytest.LogC
     """During the failure and after it; one warning and a reason that says what happened, or a capture."""
     passes = then in ("once", "passes")
     count = 1 if then == "passes" else 1_000_000
-    compiled = host(mutating)
+    compiled = host(mutating, min_ops=9)  # too few ops to split
     faulty = HostFaults(fail_at=step, fail_as=kind, fail_count=count)
     with inject(faulty) as injected, caplog.at_level("WARNING", "pgraph"):
         for _ in range(5):
@@ -220,7 +220,7 @@ def test_what_an_op_raises_decides(error: Exception, code: str, monkeypatch: pyt
         return real(self, op, *rest)
 
     monkeypatch.setattr(HostSession, "run_op", run_op)
-    compiled = host(mutating)
+    compiled = host(mutating, min_ops=9)  # too few ops to split
     for _ in range(6):
         call(compiled)
     (partition,) = pgraph.report().partitions
