@@ -415,7 +415,7 @@ def test_new_captures_and_evictions_are_told_once(caplog: pytest.LogCaptureFixtu
 
 def test_a_fall_back_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     compiled = host(running_sum, dynamic=True)
-    with inject(HostFaults(fail_at="op", fail_as="lost")):
+    with inject(HostFaults(fail_at="end", fail_as="lost")):
         call(compiled, *[2, 3, 4] * 3)
     (told,) = warnings(caplog)
     assert "runs plainly" in told

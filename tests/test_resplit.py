@@ -15,11 +15,14 @@ import pytest
 import torch
 from support import TIGHT, copies, host, launching, same, train
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import pgraph
 from pgraph import compile_graph, resplit, stats
 from pgraph.drivers.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError
+from pgraph.partition import extract, scan
+from pgraph.reasons import Reason
 
 MEMORY = ((0x5000_0000_0000, 1 << 20),)
 HIDDEN = 0x5000_0000_0040  # in MEMORY
@@ -407,6 +410,46 @@ def test_strides_are_those_of_the_whole() -> None:
     (result, number) = resplit._restriding(mine, [(0, (1, 4))])([x])
     assert (result.stride(), number) == ((1, 4), 3)
     same(result, x + 1)
+
+
+class Told:
+    """Code that tells the strides of its results, as Inductor's does."""
+
+    def __init__(self, *strides: tuple[str, ...]) -> None:
+        self.output_strides = list(strides)
+
+
+def test_which_results_are_copied() -> None:
+    """Those whose strides differ or are not told; where a copy would not do, there is no split."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x + 1
+        return y, y.cumsum(0) * 2, y.t()
+
+    gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 6))
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    cumsum = next(node for node in nodes if node.target is torch.ops.aten.cumsum.default)
+    parts = scan(gm.graph, lambda node: Reason("no", "no", "no") if node is cumsum else None, min_ops=1)
+    split = extract(gm, parts)
+    pieces = [
+        Told(*[tuple(map(str, n.meta["val"].stride())) for n in call.module.graph.output_node().args[0]])
+        for call in split.calls
+    ]
+
+    def code(args: list[Any]) -> Any:
+        return [args[0], args[0] * 2, args[0].t()]
+
+    whole = Told(("6", "1"), ("6", "1"), ("1", "6"))
+    assert resplit.as_before(code, split, whole, pieces) is code
+    x = torch.randn(4, 6)
+    changed = Told(("6", "1"), ("1", "4"), ("1", "6"))
+    same(resplit.as_before(code, split, changed, pieces)([x]), (x, x * 2, x.t()))
+    got = resplit.as_before(code, split, changed, pieces)([x])
+    assert [t.stride() for t in got] == [(6, 1), (1, 4), (1, 6)]
+    assert resplit.as_before(code, split, object(), pieces) is code, "else the trace's are promised"
+    for strides in ((("6", "1"), ("s0", "1"), ("1", "6")), (("6", "1"), ("6", "1"), ("4", "1"))):
+        with pytest.raises(Exception, match=r"result \d might have other strides"):
+            resplit.as_before(code, split, Told(*strides), pieces)
 
 
 def test_sizes_that_nobody_checks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
