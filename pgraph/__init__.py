@@ -15,7 +15,8 @@ The files, in the order in which data flows through them:
 `build`                   the steps above in order; `template` holds what they leave behind
 `launch`                  today's addresses in, ordinary tensors out
 `runner`, `variant`       the state machine: plain, captured, launched, fallen back
-`strides`                 what Inductor does not keep of the strides that the next part counts on
+`borders`, `strides`      which strides go from one part to the next, and from the forward to the backward
+`storage`                 ops that read a tensor's storage, given the tensor that owns it
 `graph_runner`            the parts of a split graph in order, values from one to the next
 `drivers/`                CUDA, and the same rules on the CPU
 `facts`, `stats`          what is known of each part, and what has been done with it so far

@@ -187,6 +187,7 @@ def _compile_parts(
     compile_part: CompilePart,
     broken: Reason | None,
 ) -> Boxed:
+    count_from_owners(gm)
     parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
     if not parts:
         return compile_part(gm, example_inputs, None)
@@ -201,10 +202,8 @@ def _compile_parts(
         compiled = compile_part(gm, example_inputs, None)
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
     chosen_strides = options.codegen != "aten"
-    if len(parts) > 1:
-        count_from_owners(gm.graph)
-        if chosen_strides:
-            bring_up_to_date(gm, example_inputs)
+    if len(parts) > 1 and chosen_strides:
+        bring_up_to_date(gm, example_inputs)
     split = extract(gm, parts)
     static = compat.static_inputs(gm, kind == "backward")
     gradients = compat.tangents(gm) if kind == "backward" else ()
