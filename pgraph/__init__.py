@@ -21,7 +21,8 @@ The files, in the order in which data flows through them:
 `runner`, `variant`,      the state machine: plain, captured, launched, fallen back
 `failures`
 `culprit`, `resplit`      a refused capture: which op made it fail, and the split around that op
-`strides`                 what Inductor does not keep of the strides that the next part counts on
+`borders`, `strides`      which strides go from one part to the next, and from the forward to the backward
+`storage`                 ops that read a tensor's storage, given the tensor that owns it
 `graph_runner`            the parts of a split graph in order, values from one to the next
 `drivers/`                CUDA, and the same rules on the CPU
 `facts`, `stats`          what is known of each part, and what has been done with it so far

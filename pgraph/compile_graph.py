@@ -205,6 +205,7 @@ def _compile_parts(
     compile_part: CompilePart,
     broken: Reason | None,
 ) -> Boxed:
+    count_from_owners(gm)
     parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
     if not parts:
         return compile_part(gm, example_inputs, None)
@@ -218,10 +219,8 @@ def _compile_parts(
     if driver is None:
         compiled = compile_part(gm, example_inputs, None)
         return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
-    if len(parts) > 1:
-        count_from_owners(gm.graph)
-        if options.codegen != "aten":
-            bring_up_to_date(gm, example_inputs)
+    if len(parts) > 1 and options.codegen != "aten":
+        bring_up_to_date(gm, example_inputs)
     split = extract(gm, parts)
     memory = Memory(
         static=compat.static_inputs(gm, kind == "backward"),

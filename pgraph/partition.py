@@ -323,7 +323,7 @@ def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]
                 made[source].meta = copy.copy(source.meta)
         made[node] = graph.node_copy(node, made.__getitem__)
     output = graph.output(tuple(made[node] for node in outputs))
-    # Whoever takes these values, a later part or the backward, was promised the strides in `val`.
+    # What a compiler makes of them it tells (Note [Borders]); it is asked for the strides in `val`.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     module = GraphModule(gm, graph, class_name=f"Part{part.index}")
     module.meta = dict(gm.meta)

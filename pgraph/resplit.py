@@ -38,7 +38,6 @@ from pgraph.options import Options
 from pgraph.partition import Const, SplitPlan, extract, scan
 from pgraph.reasons import Reason
 from pgraph.runner import Boxed, PartitionRunner
-from pgraph.storage import count_from_owners
 from pgraph.template import Dispatch
 from pgraph.words import amount
 
@@ -247,7 +246,6 @@ class Splitter:
         start = time.perf_counter()
         source, graph = self._source, self._source.graph
         with compat.compiling_again(source.traced) as assumes_more:
-            count_from_owners(graph.graph)
             if source.options.codegen != "aten":
                 bring_up_to_date(graph, source.inputs)
             parts = scan(graph.graph, refused.get, min_ops=source.options.min_ops)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from pgraph.nodes import VIEWS, is_getitem, op_name
 
@@ -15,16 +15,18 @@ __all__ = ["count_from_owners", "owner_of"]
 _READERS = frozenset({"aten::as_strided", "aten::as_strided_copy"})
 
 
-def count_from_owners(graph: Graph) -> None:
+def count_from_owners(gm: GraphModule) -> None:
     """Give `as_strided` the tensor whose storage it reads, in place of a view of it; in place.
 
     Note [Storage does not cross borders]
     `as_strided` looks through its argument at the storage, and counts from the storage's start. What one
     part hands to the next is a tensor: a copy of what was a view, or a view that the next part's code takes
     for the start of a storage. With the owner for an argument the numbers mean the same, whoever computes
-    it. (Its own strides are then to be those of the trace: `pgraph.borders`.)
+    it. (Its own strides are then to be those of the trace: `pgraph.borders`.) Inductor needs that within one
+    graph, too: given a view of what it fuses, it reads another place.
     """
-    for node in graph.nodes:
+    changed = False
+    for node in gm.graph.nodes:
         if not isinstance(node.target, OpOverload) or op_name(node.target) not in _READERS:
             continue
         view, owner = node.args[0], owner_of(node.args[0])
@@ -38,6 +40,9 @@ def count_from_owners(graph: Graph) -> None:
             for at, name in ((1, "size"), (2, "stride"))
         )
         node.args, node.kwargs = (owner, size, stride, offset), {}
+        changed = True
+    if changed:
+        gm.recompile()
 
 
 def owner_of(node: Any) -> Any:

@@ -43,6 +43,7 @@ from pgraph.drivers.host_nodes import (
     refuse_random,
     run,
 )
+from pgraph.drivers.host_rehearsal import expected
 from pgraph.errors import CaptureError, DriverError
 from pgraph.match import RangeMap
 from pgraph.reasons import Reason
@@ -184,21 +185,19 @@ class HostSession(Session):
         mine = tree_flatten((args, kwargs))[0]
         theirs = tree_flatten(fakes)[0]
         given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
-        fresh: list[torch.Tensor] = []
-
-        def real(f: torch.Tensor) -> torch.Tensor:
-            if id(f) in given:
-                return given[id(f)]
-            ghost = lazily(self._result(op, f), f.is_conj(), f.is_neg())
-            fresh.append(ghost)
-            given[id(f)] = ghost
-            return ghost
-
         leaves, spec = tree_flatten(result)
-        positions = tuple(
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given
-        )
-        out = tree_unflatten([real(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        new = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given]
+        results = expected(op, args, kwargs, leaves, new)
+        positions = tuple(i for i in new if results[i] is not None)
+        fresh: list[torch.Tensor] = []
+        for i, leaf in enumerate(leaves):
+            if i in positions:
+                like = results[i]
+                results[i] = lazily(self._result(op, like), like.is_conj(), like.is_neg())
+                fresh.append(results[i])
+            elif i not in new:
+                results[i] = given.get(id(leaf), leaf)
+        out = tree_unflatten(results, spec)
         if op._schema.is_mutable:
             self._join(self._aside)
         self._record(op, args, kwargs, fresh, positions)

@@ -56,11 +56,20 @@ class OpCall:
     def __call__(self, leaves: list[Any]) -> None:
         n = len(leaves) - len(self.positions)
         args, kwargs = tree_unflatten(leaves[:n], self.spec)
-        result = tree_flatten(self.op(*args, **kwargs))[0]
-        for target, position in zip(leaves[n:], self.positions, strict=True):
-            if result[position].dtype != target.dtype:
-                raise DriverError(f"{self.op} made {result[position].dtype} of what was to be {target.dtype}")
-            target.copy_(result[position])
+        results = tree_flatten(self.op(*args, **kwargs))[0]
+        made = [results[at] if at < len(results) else None for at in self.positions]
+        for target, result in zip(leaves[n:], made, strict=True):  # all of them before the first is written
+            if not isinstance(result, torch.Tensor) or (result.dtype, result.size()) != (
+                target.dtype,
+                target.size(),
+            ):
+                raise DriverError(f"{self.op} made {_kind(result)} of what was to be {_kind(target)}")
+        for target, result in zip(leaves[n:], made, strict=True):
+            target.copy_(result)
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype}{list(value.size())}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 class KernelCall:
