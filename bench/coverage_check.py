@@ -51,7 +51,7 @@ def check(job: Job) -> dict[str, Any]:
         "status": status,
         "batch": subject.entry.batch,
         "params_mb": subject.params_mb,
-        "precision": "bf16 autocast" if subject.entry.autocast else "fp32",
+        "precision": subject.entry.precision,
         "compile_s": compile_s,
         "steps": number,
         "steps_launched": trial.launched,

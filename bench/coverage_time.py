@@ -95,7 +95,7 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "status": "ok",
         "batch": subject.entry.batch,
         "params_mb": subject.params_mb,
-        "precision": "bf16 autocast" if subject.entry.autocast else "fp32",
+        "precision": subject.entry.precision,
         "ms_per_step": statistics.median(times),
         "ms_p10": quantile(times, 0.1),
         "ms_p90": quantile(times, 0.9),

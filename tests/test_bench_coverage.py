@@ -221,6 +221,23 @@ def test_buffers_and_tied_weights_keep_what_they_are(load: Any) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_truth_follows_moved_weights_and_has_none_of_bf16(load: Any) -> None:
+    subject = load("coverage_subject").Subject(job(load))
+    inputs = subject.inputs(0)
+    before = subject.truth(inputs)
+    subject.move()
+    now = subject.truth(inputs)
+    assert not torch.equal(before["loss"], now["loss"])
+    mine = subject.step(subject.program, inputs)
+    assert set(mine) == set(now)
+    assert all(torch.equal(mine[name], now[name]) for name in now)
+    subject.program.to(torch.bfloat16)
+    rounded = subject.truth(inputs)
+    assert {tensor.dtype for tensor in rounded.values()} == {torch.float32}
+    torch.testing.assert_close(rounded["loss"], now["loss"], rtol=1e-2, atol=0)
+    assert not torch.equal(rounded["loss"], now["loss"])
+
+
 def test_a_check_counts_what_is_captured(load: Any) -> None:
     row = load("coverage_check").check(job(load, mode="infer", steps=7))
     assert row["status"] == "ok"
