@@ -114,7 +114,9 @@ class Subject:
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
                 parameter.grad = None
-        return found | {f"buffer {name}": b.detach().clone() for name, b in program.named_buffers()}
+        # Masks of -inf are no results. A buffer that is NaN where another run's is not goes missing: that shows.
+        buffers = {name: b for name, b in program.named_buffers() if b.isfinite().all()}
+        return found | {f"buffer {name}": b.detach().clone() for name, b in buffers.items()}
 
     def truth(self, inputs: Inputs) -> dict[str, Tensor]:
         """The same step in fp32 throughout, by a copy of the program that takes over today's values."""

@@ -215,7 +215,11 @@ def test_buffers_and_tied_weights_keep_what_they_are(load: Any) -> None:
     after = dict(subject.program.named_buffers())
     assert all(torch.equal(before[name], after[name]) for name in before)
     saved = subject.saved()
-    subject.step(subject.program, subject.inputs(1))
+    subject.program.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    found = subject.step(subject.program, subject.inputs(1))
+    assert "buffer model.1.running_mean" in found
+    assert "buffer mask" not in found
+    del subject.program.mask
     assert not all(torch.equal(before[name], after[name]) for name in before)
     subject.restore(saved)
     assert all(torch.equal(before[name], after[name]) for name in before)
