@@ -114,7 +114,7 @@ class Subject:
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
                 parameter.grad = None
-        # Masks of -inf are no results. A buffer that is NaN where another run's is not goes missing: that shows.
+        # Masks of -inf are no results. A buffer that is NaN in one run alone is missing there: that shows.
         buffers = {name: b for name, b in program.named_buffers() if b.isfinite().all()}
         return found | {f"buffer {name}": b.detach().clone() for name, b in buffers.items()}
 
