@@ -81,7 +81,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     add("--timeout", type=float, default=240.0, help="seconds for one process")
     add("--steps", type=int, default=9, help="steps of each check")
-    add("--seconds", type=float, default=0.8, help="how long a timing's steps may take")
+    add("--seconds", type=float, default=0.5, help="how long a timing's steps may take")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--driver", choices=DRIVERS, default="auto", help="pgraph's driver")
     add("--codegen", choices=CODEGENS, default="auto", help="pgraph's code generator")

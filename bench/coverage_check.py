@@ -18,16 +18,18 @@ REASONS = 12  # sentences that a row keeps
 
 
 def check(job: Job) -> dict[str, Any]:
-    """Compare `job.steps` steps with eager by `coverage_judge`'s note; returns the fields of a row.
+    """Compare `job.steps` steps or more with eager by `coverage_judge`'s note; returns the fields of a row.
 
     Inputs lie elsewhere at every step; parameters and buffers move, the former changing slightly, at every
-    second one; old weights, old inputs and all free memory are full of NaN.
+    second one; old weights, old inputs and all free memory are full of NaN. Where captures come late, steps
+    are added until `LAUNCHED` of them have launched what there is.
     """
     subject = Subject(job)
     trial = Trial(job, subject)
     holes = Holes(subject.device)
     compile_s = 0.0
-    for number in range(job.steps):
+    number = 0
+    while number < job.steps or (trial.unsettled and number < 4 * job.steps):
         holes.shake()
         if number and number % 2 == 0:
             subject.move()
@@ -39,20 +41,20 @@ def check(job: Job) -> dict[str, Any]:
         for tensor in inputs:
             spoil(tensor)
         del inputs
+        number += 1
     report = pgraph_report() if job.backend == "pgraph" else None
     fields = coverage_of(report) if report is not None else {}
-    launched = trial.launched if report is not None else job.steps
     status = trial.status()
-    if status == "ok" and fields.get("captures") and launched < LAUNCHED:
-        status = f"only {launched} of {job.steps} compared steps launched a graph"
+    if status == "ok" and trial.unsettled:
+        status = f"only {trial.launched} of {number} compared steps launched what is captured"
     return {
         "status": status,
         "batch": subject.entry.batch,
         "params_mb": subject.params_mb,
-        "precision": "bf16 autocast" if subject.entry.autocast else "fp32",
+        "precision": subject.entry.precision,
         "compile_s": compile_s,
-        "steps": job.steps,
-        "steps_launched": launched,
+        "steps": number,
+        "steps_launched": trial.launched,
         "tensors_compared": trial.compared,
         "input_addresses": len(trial.addresses),
         "error": trial.error,
@@ -87,9 +89,9 @@ class Trial:
             raise RuntimeError(f"eager itself: {type(error).__name__}: {error}") from error
         subject.restore(saved)
         holes.shake()  # what eager left in free memory is right; nobody may find it there
-        launches = self._launches()
+        before = self._counts()
         mine = subject.step(self.compiled, inputs)
-        self.launched += self._launches() > launches
+        self._count(before, self._counts())
         verdict = judge(truth, eager, again, mine)
         self.compared += verdict.compared
         self._note(verdict)
@@ -126,9 +128,22 @@ class Trial:
         self.error = max(self.error, verdict.error)
         self.eager_error = max(self.eager_error, verdict.eager_error)
 
-    def _launches(self) -> int:
+    @property
+    def unsettled(self) -> bool:
+        """Whether there are captures and too few steps have launched them."""
+        return self._counts()[0] > 0 and self.launched < LAUNCHED
+
+    def _count(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """Count a step that launched and captured nothing; a step that captured starts the count anew."""
+        if after[0] != before[0]:
+            self.launched = 0
+        elif after[1] > before[1]:
+            self.launched += 1
+
+    def _counts(self) -> tuple[int, int]:
+        """(captures, launches) of pgraph so far."""
         report = pgraph_report() if self.job.backend == "pgraph" else None
-        return 0 if report is None else int(report.launches)
+        return (0, 0) if report is None else (int(report.captures), int(report.launches))
 
 
 def coverage_of(report: Any) -> dict[str, Any]:
@@ -164,6 +179,7 @@ def coverage_of(report: Any) -> dict[str, Any]:
         "captures": int(report.captures),
         "capture_s": float(report.capture_s),
         "launches": int(report.launches),
+        "splits": int(getattr(report, "splits", 0)),
         "parts": len(parts),
         "uncaptured_parts": len(outside),
         "fallbacks": int(report.fallbacks),

@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,7 +48,10 @@ class Child:
         self.link, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_live, args=(job, work, theirs, log))
-        self.process.start()
+        with warnings.catch_warnings():
+            # Python 3.12 warns where libraries have threads; none of theirs holds a lock that a child needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
         theirs.close()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -205,6 +209,7 @@ def _live(job: Job, work: Work, link: Connection, log: Path) -> None:
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(target, 1)
     os.dup2(target, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     waits = False
 
     def alone() -> None:

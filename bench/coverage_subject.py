@@ -6,6 +6,7 @@ Not a program: `coverage_check.py` and `coverage_time.py` import it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -73,6 +74,9 @@ class Subject:
         if not self.train:
             draw = Draw(self.device, 2**31)
             calibrated(self.program, self.entry.inputs(draw, self.entry.batch, True)).eval()
+        if self.entry.precision == "bf16 weights":
+            self.program.to(torch.bfloat16)
+        self.reference: torch.nn.Module | None = None
         self.random = torch.Generator(self.device).manual_seed(1)
 
     def compiled(self, job: Job, backend: str | None = None) -> Run:
@@ -89,8 +93,9 @@ class Subject:
         return sum(p.numel() * p.element_size() for p in self.program.parameters()) / MB
 
     def forward(self, run: Run, inputs: Inputs) -> Any:
-        """The loss in training, the outputs in inference, under bf16 autocast where the model allows it."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.entry.autocast):
+        """The loss in training, the outputs in inference, in the model's precision."""
+        enabled = self.entry.precision == "bf16 autocast"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             if self.train:
                 return run(*inputs)
             with torch.no_grad():
@@ -98,25 +103,30 @@ class Subject:
 
     def step(self, run: Run, inputs: Inputs) -> dict[str, Tensor]:
         """One step; loss, gradients and buffers, or the outputs, each by its name."""
-        result = self.forward(run, inputs)
+        return self._named(self.forward(run, inputs), self.program)
+
+    def _named(self, result: Any, program: torch.nn.Module) -> dict[str, Tensor]:
         if not self.train:
             return {f"output {i}": tensor for i, tensor in enumerate(result)}
         result.backward()
         found = {"loss": result.detach()}
-        for name, parameter in self.program.named_parameters():
+        for name, parameter in program.named_parameters():
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
                 parameter.grad = None
-        return found | {f"buffer {name}": b.detach().clone() for name, b in self.program.named_buffers()}
+        # Masks of -inf are no results. A buffer that is NaN in one run alone is missing there: that shows.
+        buffers = {name: b for name, b in program.named_buffers() if b.isfinite().all()}
+        return found | {f"buffer {name}": b.detach().clone() for name, b in buffers.items()}
 
     def truth(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The same step in fp32 throughout."""
-        with _fp32(), torch.autocast(self.device.type, enabled=False):
-            entry, self.entry = self.entry, dataclasses.replace(self.entry, autocast=False)
-            try:
-                return self.step(self.program, inputs)
-            finally:
-                self.entry = entry
+        """The same step in fp32 throughout, by a copy of the program that takes over today's values."""
+        if self.reference is None:
+            self.reference = copy.deepcopy(self.program).float()
+        with torch.no_grad():
+            for mine, theirs in zip(_tensors(self.program), _tensors(self.reference), strict=True):
+                theirs.copy_(mine)
+        with _fp32(), torch.set_grad_enabled(self.train):
+            return self._named(self.reference(*inputs), self.reference)
 
     def saved(self) -> list[Tensor]:
         """Copies of the buffers, which training changes."""
@@ -134,7 +144,7 @@ class Subject:
         What they leave is filled with NaN (integers: zero), so that a stale address shows. Tensors that share
         storage, or fill only a part of theirs, stay.
         """
-        both = [*self.program.parameters(), *self.program.buffers()]
+        both = _tensors(self.program)
         storages = [t.untyped_storage().data_ptr() for t in both]
         moved = []
         for tensor, storage in zip(both, storages, strict=True):
@@ -152,6 +162,10 @@ class Subject:
         for old in moved:  # only now, so that no new tensor took an old one's place
             spoil(old)
         return len(moved)
+
+
+def _tensors(program: torch.nn.Module) -> list[Tensor]:
+    return [*program.parameters(), *program.buffers()]
 
 
 def spoil(x: Tensor) -> None:

@@ -20,7 +20,8 @@ from worker import Device, quantile
 
 INPUTS = 4  # sets of inputs that the steps take in turn: a new address at each step
 WARM_STEPS = 8
-WARM_MOST = 16
+WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
+WARM_MOST = 40
 STEPS = 60
 ISSUE_STEPS = 10
 SETTLE_STEPS = 2
@@ -94,7 +95,7 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "status": "ok",
         "batch": subject.entry.batch,
         "params_mb": subject.params_mb,
-        "precision": "bf16 autocast" if subject.entry.autocast else "fp32",
+        "precision": subject.entry.precision,
         "ms_per_step": statistics.median(times),
         "ms_p10": quantile(times, 0.1),
         "ms_p90": quantile(times, 0.9),
@@ -112,7 +113,7 @@ def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
     """Seconds of each step until nothing is compiled or captured any more."""
     seconds: list[float] = []
     quiet, captures = 0, 0
-    while len(seconds) < WARM_STEPS or (quiet < 3 and len(seconds) < WARM_MOST):
+    while len(seconds) < WARM_STEPS or (quiet < WARM_QUIET and len(seconds) < WARM_MOST):
         began = time.perf_counter()
         step()
         device.drain()

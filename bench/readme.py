@@ -4,8 +4,9 @@
     python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
 
 A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
-largest-batch, equality, chart, and torchtitan, torchtitan-expandable, torchtitan-losses,
-torchtitan-chart. A name may end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+largest-batch, equality, chart; torchtitan, torchtitan-expandable, torchtitan-losses, torchtitan-chart; and
+coverage, coverage-chart, and for ``bench/COVERAGE.md``, which is written too, coverage-models. A name may
+end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import schema
 from _paths import REPO, RESULTS
 from readme_chart import chart, chart_link, chart_name
+from readme_coverage import coverage_table, models_table
 from readme_rows import File, is_expandable
 from readme_tables import batch_table, equality_table, losses_table, memory_table, titan_table
 
@@ -33,6 +35,9 @@ TABLES: dict[str, Callable[[File], str]] = {
     "torchtitan-expandable": lambda data: titan_table(data, is_expandable),
     "torchtitan-losses": losses_table,
     "torchtitan-chart": lambda data: chart_link(data, "torchtitan"),
+    "coverage": coverage_table,
+    "coverage-chart": lambda data: chart_link(data, "coverage"),
+    "coverage-models": models_table,
 }
 
 
@@ -66,18 +71,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is stale")
     parser.add_argument("--readme", type=Path, default=REPO / "README.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    help_models = "default: bench/COVERAGE.md beside the README"
+    parser.add_argument("--models", type=Path, default=None, help=help_models)
     args = parser.parse_args(argv)
 
     files = load(args.results)
-    old = args.readme.read_text(encoding="utf-8")
-    if not MARKERS.search(old):
-        print(
-            f"{args.readme}: no table markers; "
-            "add <!-- table:memory --> and <!-- /table --> on lines of their own"
-        )
-        return 1
-    new = rewrite(old, files)
-    stale = [f"{args.readme.name} is stale"] if new != old else []
+    models = args.models or args.readme.parent / "bench" / "COVERAGE.md"
+    pages = [args.readme, *([models] if models.exists() else [])]
+    written: dict[Path, str] = {}
+    stale = []
+    for page in pages:
+        old = page.read_text(encoding="utf-8")
+        if not MARKERS.search(old):
+            print(
+                f"{page}: no table markers; "
+                "add <!-- table:memory --> and <!-- /table --> on lines of their own"
+            )
+            return 1
+        written[page] = rewrite(old, files)
+        stale += [f"{page.name} is stale"] if written[page] != old else []
     for data in files:
         problem = chart(data, args.results / chart_name(data), args.check)
         stale += [problem] if problem else []
@@ -85,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stale:
             print("; ".join(stale) + ": run python bench/readme.py and commit what it writes")
         return bool(stale)
-    args.readme.write_text(new, encoding="utf-8")
+    for page, text in written.items():
+        page.write_text(text, encoding="utf-8")
     print(f"{args.readme}: {'rewritten' if stale else 'unchanged'}, {len(files)} result file(s)")
     return 0
 

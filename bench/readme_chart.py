@@ -24,25 +24,35 @@ COLOURS = {
 }
 
 
+# Many models stand side by side there: only the two that use graphs get bars.
+COVERAGE_BACKENDS = ("reduce-overhead", "pgraph")
+WIDE = 16  # groups from which names stand upright
+
+
 def panels_of(data: File) -> list[tuple[str, list[tuple[str, dict[str, float]]]]]:
     """(title, figures relative to Inductor) of each panel of a machine's chart; empty: no chart."""
     rows = charted(data)
+    modes = {"train": "", "infer": ", inference"}
     return [
-        (title, groups)
+        (f"{title}{said}", groups)
         for key, title in (("ms_per_step", "ms per step"), ("peak_reserved_mb", "peak reserved memory"))
-        if (groups := relative(rows, key))
+        for mode, said in modes.items()
+        if (groups := relative([row for row in rows if row["mode"] == mode], key))
     ]
 
 
 def charted(data: File) -> list[Row]:
-    """The rows that a machine's chart shows."""
+    """The rows that a machine's chart shows; of the coverage those that were timed, in both modes."""
     return [
         r
         for r in data["rows"]
-        if r["bench"] in ("memory", "torchtitan")
-        and r["mode"] == "train"
-        and r["status"] == "ok"
-        and not is_expandable(r)
+        if (
+            r["bench"] in ("memory", "torchtitan")
+            and r["mode"] == "train"
+            and r["status"] == "ok"
+            and not is_expandable(r)
+        )
+        or (r["bench"] == "coverage" and r.get("time_status") == "ok")
     ]
 
 
@@ -63,8 +73,10 @@ def relative(rows: Sequence[Row], key: str) -> list[tuple[str, dict[str, float]]
 
 def chart_name(data: File) -> str:
     """The file of a machine's chart; each result file has one."""
-    bench = "torchtitan" if any(row["bench"].startswith("torchtitan") for row in data["rows"]) else "memory"
-    return f"{bench}-{data['gpu']}.svg"
+    for bench in ("torchtitan", "coverage"):
+        if any(row["bench"].startswith(bench) for row in data["rows"]):
+            return f"{bench}-{data['gpu']}.svg"
+    return f"memory-{data['gpu']}.svg"
 
 
 def chart_link(data: File, bench: str) -> str:
@@ -77,7 +89,8 @@ def chart_link(data: File, bench: str) -> str:
 def digest(rows: Sequence[Row]) -> str:
     """A short mark of the figures that a chart shows; written into it, so that a stale one is known."""
     keys = ("config", "scope", "backend", "ms_per_step", "peak_reserved_mb")
-    return hashlib.sha256(repr([[row.get(key) for key in keys] for row in rows]).encode()).hexdigest()[:16]
+    figures = [[row.get(key) for key in keys] + ["infer"] * (row["mode"] == "infer") for row in rows]
+    return hashlib.sha256(repr(figures).encode()).hexdigest()[:16]
 
 
 def chart(data: File, path: Path, check: bool) -> str | None:
@@ -90,17 +103,22 @@ def chart(data: File, path: Path, check: bool) -> str | None:
         return None if path.exists() and mark in path.read_text(encoding="utf-8") else f"{path.name} is stale"
     # A fixed salt and no date: the same figures give the same file.
     with plt.rc_context({"svg.hashsalt": "pgraph", "font.size": 9}):
-        fig, axes = plt.subplots(len(panels), 1, figsize=(9, 2.7 * len(panels) + 0.4), squeeze=False)
+        wide = max(len(groups) for _, groups in panels) >= WIDE
+        size = (12, 3.6 * len(panels) + 0.4) if wide else (9, 2.7 * len(panels) + 0.4)
+        shown = COVERAGE_BACKENDS if chart_name(data).startswith("coverage") else BACKENDS
+        fig, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False)
         for axis, (title, groups) in zip(axes[:, 0], panels, strict=True):
-            backends = [name for name in BACKENDS if any(name in values for _, values in groups)]
+            backends = [name for name in shown if any(name in values for _, values in groups)]
             width = 0.8 / len(backends)
             for index, name in enumerate(backends):
                 places = [i + (index - (len(backends) - 1) / 2) * width for i in range(len(groups))]
                 heights = [values.get(name, 0.0) for _, values in groups]
                 bars = axis.bar(places, heights, width, label=name, color=COLOURS[name])
-                axis.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
+                labels = [f"{h:.2f}" if h else "" for h in heights]
+                axis.bar_label(bars, labels, fontsize=6, rotation=90 if wide else 0, padding=int(wide))
             axis.axhline(1.0, color="black", linewidth=0.6)
-            axis.set_xticks(range(len(groups)), [label for label, _ in groups])
+            names = [label for label, _ in groups]
+            axis.set_xticks(range(len(groups)), names, rotation=90 if wide else 0)
             axis.set_title(f"{title}, relative to Inductor (lower is better)", fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
         handles, labels = axes[0][0].get_legend_handles_labels()

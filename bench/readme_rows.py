@@ -24,7 +24,7 @@ def place(row: Row) -> str:
     # Times and sizes with expandable segments have tables of their own.
     if row["bench"] in ("equality", "torchtitan-losses") and is_expandable(row):
         more += ", expandable segments"
-    if row["bench"].startswith("torchtitan"):
+    if row["bench"].startswith(("torchtitan", "coverage")):
         return f"{row['config']}{more}"
     scope = "per block" if row["scope"] == "block" else "whole model"
     return f"{row['config']}, {scope}{more}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Inputs = tuple[Tensor, ...]
+PRECISIONS = ("bf16 autocast", "bf16 weights", "fp32")
 
 
 class Draw:
@@ -49,7 +50,7 @@ class Entry:
         conv: whether convolutions do most of the work.
         timed: whether all backends are timed on it.
         cost: how long it takes to compile, in rough units; the longest start first.
-        autocast: whether it runs under bf16 autocast; not where eager itself refuses that.
+        precision: one of `PRECISIONS`.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Entry:
     conv: bool = False
     timed: bool = False
     cost: float = 1.0
-    autocast: bool = True
+    precision: str = "bf16 autocast"
 
 
 def without_chance(module: nn.Module) -> nn.Module:

@@ -84,8 +84,8 @@ def entry(
     timed: bool = False,
     conv: bool = False,
     cost: float = 1.0,
-    autocast: bool = True,
+    precision: str = "bf16 autocast",
 ) -> Entry:
     """One model of transformers."""
     program = partial(build, model, config, feed.names, feed.train_only, settings)
-    return Entry(f"hf/{name}", program, feed.inputs, batch, conv, timed, cost, autocast)
+    return Entry(f"hf/{name}", program, feed.inputs, batch, conv, timed, cost, precision)

@@ -51,6 +51,6 @@ def _images(draw: Draw, batch: int, train: bool) -> Inputs:
 
 
 ENTRIES = (
-    Entry("own/mlp", mlp, _vectors, timed=True, cost=0.1, autocast=False),
-    Entry("own/convnet", convnet, _images, conv=True, timed=True, cost=0.1, autocast=False),
+    Entry("own/mlp", mlp, _vectors, timed=True, cost=0.1, precision="fp32"),
+    Entry("own/convnet", convnet, _images, conv=True, timed=True, cost=0.1, precision="fp32"),
 )

@@ -14,6 +14,10 @@ def _causal(draw: Draw, batch: int) -> Inputs:
     return draw.integers(4, VOCAB, batch, SEQ), draw.integers(4, VOCAB, batch, SEQ)
 
 
+def _short(draw: Draw, batch: int) -> Inputs:
+    return draw.integers(4, VOCAB, batch, 64), draw.integers(4, VOCAB, batch, 64)
+
+
 def _masked(draw: Draw, batch: int) -> Inputs:
     ids, labels = _causal(draw, batch)
     return ids, draw.mask(batch, SEQ), labels
@@ -42,6 +46,7 @@ def _boxed(draw: Draw, batch: int) -> Inputs:
     return ids, torch.cat([corners, corners + 400], -1), mask, labels
 
 
+SHORT = Feed(("input_ids", "labels"), _short)
 CAUSAL = Feed(("input_ids", "labels"), _causal)
 MASKED = Feed(("input_ids", "attention_mask", "labels"), _masked)
 CLASSES = Feed(("input_ids", "attention_mask", "labels"), _classes)
@@ -143,7 +148,7 @@ _ENCODERS = (
     ),
     entry("layoutlm", "LayoutLMForMaskedLM", "LayoutLMConfig", BOXED, _BERT),
     # cuFFT takes no bf16.
-    entry("fnet", "FNetForMaskedLM", "FNetConfig", UNMASKED, _BERT, autocast=False),
+    entry("fnet", "FNetForMaskedLM", "FNetConfig", UNMASKED, _BERT, precision="fp32"),
     entry(
         "funnel",
         *("FunnelForSequenceClassification", "FunnelConfig", CLASSES),
@@ -211,6 +216,7 @@ _DECODERS = (
         {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
         timed=True,
         cost=2,
+        precision="bf16 weights",  # compiled, transformers groups experts' GEMMs for these only
     ),
     entry(
         "qwen2_moe",
@@ -218,10 +224,11 @@ _DECODERS = (
         {**_LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
         | {"shared_expert_intermediate_size": 512},
         cost=2,
+        precision="bf16 weights",
     ),
     entry(
         "mamba",
-        *("MambaForCausalLM", "MambaConfig", CAUSAL),
+        *("MambaForCausalLM", "MambaConfig", SHORT),
         {"vocab_size": VOCAB, "hidden_size": 512, "num_hidden_layers": 2, "state_size": 16} | _TOKENS,
         batch=4,
         cost=6,

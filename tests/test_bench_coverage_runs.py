@@ -1,0 +1,284 @@
+"""The coverage benchmark: its processes, its rows, its tables, and a whole run on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_coverage import job
+
+REPO = Path(__file__).resolve().parents[1]
+PROGRAM = REPO / "bench" / "coverage.py"
+ON_CPU = ["--device", "cpu", "--driver", "host", "--codegen", "aten"]
+HEADER = {
+    "gpu": "nvidia-h200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "python": "3.12.0",
+    "commit": "abc",
+    "date": "2026-01-02",
+}
+
+
+# Processes
+
+
+class Fakes:
+    """Work for forked children: what a job does is written in its model's name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, job: Any, alone: Callable[[], None]) -> dict[str, Any]:
+        if job.model == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.model == "raise":
+            raise RuntimeError("out of luck")
+        if job.model == "hang":
+            time.sleep(60)
+        if job.model == "tick":
+            # Writes the time every millisecond: a gap is a time in which it stood still.
+            with (self.folder / "ticks").open("w") as ticks:
+                end = time.monotonic() + 4
+                while time.monotonic() < end and not (self.folder / "measured").exists():
+                    ticks.write(f"{time.monotonic()}\n")
+                    ticks.flush()
+                    time.sleep(0.001)
+                time.sleep(0.05)
+                ticks.write(f"{time.monotonic()}\n")
+        if job.kind == "time":
+            while not (self.folder / "ticks").exists():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            alone()
+            began = time.monotonic()
+            time.sleep(0.5)
+            (self.folder / "measured").write_text(json.dumps([began, time.monotonic()]))
+        return {"status": "ok", "model": job.model}
+
+
+def pool(load: Any, folder: Path, **changes: Any) -> Any:
+    settings: dict[str, Any] = {"size": 2, "timeout": 20.0, "deadline": None, "logs": folder / "logs"}
+    settings |= {"work": Fakes(folder), "device_used_mb": lambda: None}
+    return load("coverage_pool").Pool(**{**settings, **changes})
+
+
+def test_a_child_that_fails_leaves_a_status_and_the_rest_goes_on(load: Any, tmp_path: Path) -> None:
+    jobs = [job(load, model=model) for model in ("crash", "raise", "hang", "fine")]
+    began = time.monotonic()
+    found = {j.model: fields for j, fields in pool(load, tmp_path, timeout=2.0).run(jobs)}
+    assert time.monotonic() - began < 15
+    assert found["crash"]["status"].startswith("killed by signal 9")
+    assert found["raise"]["status"] == "RuntimeError: out of luck"
+    assert found["hang"]["status"] == "timeout: no result after 2 s"
+    assert found["fine"]["status"] == "ok"
+    assert "out of luck" in (tmp_path / "logs" / "check-raise-train-pgraph.log").read_text()
+
+
+def test_the_deadline_kills_what_still_runs(load: Any, tmp_path: Path) -> None:
+    jobs = [job(load, model=model) for model in ("fine", "hang", "hang", "fine")]
+    began = time.monotonic()
+    found = list(pool(load, tmp_path, deadline=began + 2).run(jobs))
+    assert [j.model for j, _ in found] == ["fine"]
+    assert time.monotonic() - began < 10
+
+
+def test_others_stand_still_while_one_measures(load: Any, tmp_path: Path) -> None:
+    """The other child's clock has a gap around the measurement, and its timeout is longer by it."""
+    used = iter([900.0, 350.0, 350.0])
+    jobs = [job(load, model="tick"), job(load, "time", model="measured")]
+    run = pool(load, tmp_path, device_used_mb=lambda: next(used, 350.0)).run(jobs)
+    found = {j.model: fields for j, fields in run}
+    assert {fields["status"] for fields in found.values()} == {"ok"}
+    assert found["measured"]["device_used_mb"] == 550.0
+    began, ended = json.loads((tmp_path / "measured").read_text())
+    ticks = [float(line) for line in (tmp_path / "ticks").read_text().split()]
+    assert ticks[0] < began
+    assert ticks[-1] > ended
+    assert not [tick for tick in ticks if began < tick < ended]
+
+
+# Rows
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return {"status": "ok", "captured_ops": 10, "device_ops": 10, "uncaptured_parts": 0, **changes}
+
+
+def test_a_check_and_a_timing_make_one_row(load: Any, tmp_path: Path) -> None:
+    rows, schema = load("coverage_rows"), load("schema")
+    path = tmp_path / "coverage.json"
+    book = rows.Rows(path, HEADER)
+    checked, timed = job(load), job(load, "time")
+    book.add(checked, figures(fallbacks=0, compile_s=9.0))
+    book.add(timed, {"status": "ok", "ms_per_step": 2.0, "compile_s": 5.0})
+    (row,) = schema.read(path)["rows"]
+    assert (row["captured_ops"], row["ms_per_step"], row["compile_s"], row["status"]) == (10, 2.0, 5.0, "ok")
+    book.add(checked, figures(captured_ops=9, compile_s=8.0))
+    assert (book.all()[0]["captured_ops"], book.all()[0]["compile_s"]) == (9, 5.0)
+    book.add(checked, {"status": "mismatch: step 3: loss is off"})
+    assert book.all()[0]["status"] == "mismatch: step 3: loss is off"
+    assert book.all()[0]["time_status"] == "ok"
+
+
+def test_resuming_leaves_out_what_went_well_at_this_commit(load: Any, tmp_path: Path) -> None:
+    rows = load("coverage_rows")
+    path = tmp_path / "coverage.json"
+    book = rows.Rows(path, HEADER)
+    book.add(job(load), figures())
+    book.add(job(load, mode="infer"), {"status": "RuntimeError: no"})
+    again = rows.Rows(path, HEADER)
+    assert again.done(job(load))
+    assert not again.done(job(load, mode="infer"))
+    assert not again.done(job(load, "time"))
+    newer = rows.Rows(path, {**HEADER, "commit": "def"})
+    assert not newer.done(job(load))
+    # What another commit measured is no half of today's row.
+    newer.add(job(load, "time"), {"status": "ok", "ms_per_step": 2.0})
+    assert newer.rows[rows.row_key(job(load))]["captured_ops"] is None
+
+
+def test_jobs_start_with_the_longest_and_keep_backends_together(load: Any) -> None:
+    program = load("coverage")
+    args = program.parse_args(["--models", "timm/densenet121", "hf/bert", "hf/gemma", "own/mlp"])
+    jobs = program.jobs_of(args)
+    checks = [j for j in jobs if j.kind == "check"]
+    assert [(j.model, j.mode) for j in checks[:3]] == [
+        ("timm/densenet121", "train"),
+        ("timm/densenet121", "infer"),
+        ("hf/bert", "train"),
+    ]
+    assert len(checks) == 8
+    assert all(j.backend == "pgraph" for j in checks)
+    timings = jobs[len(checks) :]
+    assert [j.backend for j in timings[:4]] == ["pgraph", "reduce-overhead", "inductor", "eager"]
+    assert [len({(j.model, j.mode) for j in timings[i : i + 4]}) for i in range(0, 24, 4)] == [1] * 6
+    assert "hf/gemma" not in {j.model for j in timings}
+    assert program.jobs_of(program.parse_args(["--models", "own/mlp", "--checks-only"]))[0].kind == "check"
+
+
+# Summary and tables
+
+
+def row(model: str, backend: str = "pgraph", mode: str = "train", **changes: Any) -> dict[str, Any]:
+    """A row as `coverage.py` writes it."""
+    identity = {"bench": "coverage", "config": model, "mode": mode, "scope": "model", "backend": backend}
+    keys = ("ms_p10", "ms_p90", "cpu_issue_ms", "peak_allocated_mb", "capture_s", "compile_s", "params_mb")
+    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "fallbacks", "captures"))
+    timed = {"ms_per_step": 2.0, "peak_reserved_mb": 100.0, "device_used_mb": 600.0, "time_status": "ok"}
+    return {**identity, **zero, **timed, "batch": 8, "status": "ok", **changes}
+
+
+def checked_row(model: str, **changes: Any) -> dict[str, Any]:
+    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "fallbacks": 0, "captures": 2}
+    return row(model, **{"check_status": "ok", **counted, "uncaptured": {}, "reasons": [], **changes})
+
+
+def example_rows() -> list[dict[str, Any]]:
+    reasons = ["[host-read] aten::item reads a value"]
+    part = {"uncaptured_parts": 1, "uncaptured": {"host-read": 1}, "reasons": reasons}
+    return [
+        checked_row("hf/a", ms_per_step=1.0),
+        checked_row("hf/b", captured_ops=97, **part),
+        checked_row("hf/c", captured_ops=50, fallbacks=1, **part, time_status=None, ms_per_step=None),
+        checked_row(
+            "hf/d", check_status="mismatch: step 2: loss", status="x", time_status=None, ms_per_step=None
+        ),
+        row("hf/a", "inductor", ms_per_step=4.0, peak_reserved_mb=50.0),
+        row("hf/b", "inductor", ms_per_step=2.0),
+        row("hf/a", "reduce-overhead", ms_per_step=2.0),
+    ]
+
+
+def test_the_summary_counts_and_takes_means(load: Any) -> None:
+    summaries = load("coverage_summary")
+    counts = summaries.counts(example_rows(), "train")
+    assert (counts.models, counts.right, counts.mostly, counts.whole) == (4, 3, 2, 1)
+    assert [model for model, _ in counts.exceptions] == ["hf/b", "hf/c", "hf/d"]
+    assert counts.exceptions[0][1] == "97% captured; host-read x 1: [host-read] aten::item reads a value"
+    time_ratio = summaries.ratio(example_rows(), "train", "ms_per_step", "inductor")
+    assert (time_ratio.mean, time_ratio.worst, time_ratio.models) == (0.5, (1.0, "hf/b"), 2)
+    reserved = summaries.ratio(example_rows(), "train", "peak_reserved_mb", "inductor")
+    assert (reserved.median, reserved.worst) == (1.5, (2.0, "hf/a"))
+    assert summaries.ratio(example_rows(), "infer", "ms_per_step", "inductor") is None
+    text = summaries.summary(example_rows())
+    assert "training: 3 of 4 run and are right; 2 with at least 95% captured" in text
+    assert "  hf/d: mismatch: step 2: loss" in text
+    assert summaries.summary([]) == "no rows"
+
+
+def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
+    schema, readme = load("schema"), load("readme")
+    schema.write(tmp_path / "coverage-nvidia-h200.json", example_rows(), HEADER)
+    page = tmp_path / "README.md"
+    names = ("coverage", "coverage-chart")
+    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names))
+    models = tmp_path / "COVERAGE.md"
+    models.write_text("<!-- table:coverage-models -->\n<!-- /table -->\n")
+    arguments = ["--readme", str(page), "--results", str(tmp_path), "--models", str(models)]
+    assert readme.main([*arguments, "--check"]) == 1
+    assert readme.main(arguments) == 0
+    assert readme.main([*arguments, "--check"]) == 0
+    text = page.read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    assert ["training", "4", "3 of 4", "2", "1"] in cells
+    assert ["time over Inductor's", "2", "0.500", "0.625", "1.000 (hf/b)", "-", "-", "-", "-"] in cells
+    assert "- hf/d (training): mismatch: step 2: loss" in text
+    assert "(bench/results/coverage-nvidia-h200.svg)" in text
+    assert (tmp_path / "coverage-nvidia-h200.svg").exists()
+    lines = [line for line in models.read_text().splitlines() if "| hf/" in line]
+    assert len(lines) == 4
+    first = [cell.strip() for cell in lines[0].split("|")[1:-1]]
+    assert first[:10] == ["hf/a", "training", "ok", "100.0%", "100", "-", "-", "4.00", "2.00", "1.00"]
+
+
+def test_it_runs_end_to_end_on_a_cpu(load: Any, tmp_path: Path) -> None:
+    schema = load("schema")
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        "--models",
+        "own/mlp",
+        "--modes",
+        "train",
+        *ON_CPU,
+        "--jobs",
+        "2",
+    ]
+    command += ["--backends", "eager", "pgraph", "--seconds", "0.05", "--steps", "7"]
+    command += ["--out", str(tmp_path), "--logs", str(tmp_path / "logs")]
+    env = {**os.environ, "PGRAPH_COMMIT": "feed"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "training: 1 of 1 run and are right; 1 with at least 95% captured" in done.stdout
+    rows = {r["backend"]: r for r in schema.read(tmp_path / "coverage-cpu.json")["rows"]}
+    assert set(rows) == {"eager", "pgraph"}
+    assert rows["pgraph"]["check_status"] == rows["pgraph"]["time_status"] == "ok"
+    assert rows["pgraph"]["captured_ops"] == rows["pgraph"]["device_ops"] > 10
+    assert rows["pgraph"]["ms_per_step"] > 0
+    assert rows["eager"].get("check_status") is None
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, env=env)
+    assert again.stdout.startswith("0 processes"), again.stdout + again.stderr
+
+
+def test_a_missing_package_leaves_its_models_out(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = load("coverage")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else real(name))
+    args = program.parse_args(["--models", "timm/resnet50", "own/mlp", "--device", "cpu"])
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.setenv(name, "1")
+    program.prepare(args)
+    assert [entry.name for entry in args.entries] == ["own/mlp"]
+    assert "timm is not installed" in capsys.readouterr().out
