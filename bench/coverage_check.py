@@ -121,7 +121,8 @@ class Trial:
         """The step by plain Inductor, where there is one."""
         if self.job.backend != "pgraph" or self.job.device != "cuda":
             return None
-        self.inductor = self.inductor or self.subject.compiled(self.job, "inductor")
+        if self.inductor is None:  # a compiled list of modules has a length, and may not be asked for it
+            self.inductor = self.subject.compiled(self.job, "inductor")
         return self._from(saved, self.inductor, inputs)
 
     def _note(self, verdict: Verdict) -> None:

@@ -53,8 +53,8 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
   other) or what is refused by name (`pgraph.optable`: states of recurrent nets). Would a later version keep a
   buffer, a kernel would get the address at which it begins: such a word is refused, one that points inside a
   block is not. Kernels that leave most of a table unfilled, or mix addresses with numbers of half their size,
-  take no such buffer (`OPERAND_KERNELS` and `ATTENTION_KERNELS` there); they are not refused, for the
-  framework's memory often begins where the lower half of an address is zero.
+  take no such buffer (`OPERAND_KERNELS`, `ATTENTION_KERNELS` and `CUDNN_KERNELS` there); they are not
+  refused, for the framework's memory often begins where the lower half of an address is zero.
 
 A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
 
@@ -71,7 +71,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import MatchError
-from pgraph.optable import ATTENTION_KERNELS, OPERAND_KERNELS
+from pgraph.optable import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
 from pgraph.reasons import Reason
 from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
 
@@ -80,7 +80,9 @@ __all__ = ["RangeMap", "match"]
 _PLAIN = (int, float, bool, str, complex)
 # As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
 _OPERAND_KERNEL = re.compile(
-    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
+    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I"
+    rf"|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
+    rf"|({'|'.join(CUDNN_KERNELS)})"
 )
 _MASK = (1 << 64) - 1
 _RERUN = (

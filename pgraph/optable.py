@@ -215,6 +215,12 @@ OPERAND_KERNELS: Final = (
     "multi_tensor_apply_kernel",
 )
 
+# cuDNN's, as their names say (`..._execute_kernel__5x_cudnn`, `cutlass__5x_cudnn::Kernel`). PyTorch gives
+# cuDNN operands and a workspace that is allocated for the call; cuDNN's own buffers are not in PyTorch's
+# memory, and recurrent nets, whose states are, are refused by name. Its structs mix pointers with numbers of
+# four bytes.
+CUDNN_KERNELS: Final = (r"\w*5x_cudnn",)
+
 # PyTorch's memory-efficient attention, forward and backward. Its struct mixes pointers to operands with
 # numbers of four bytes, beside which half a word is left as it was. A random generator's state is among the
 # operands only with dropout, which is refused.

@@ -336,6 +336,9 @@ BROADCAST = "_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_implI
             "N7cutlass4arch4Sm80EfLb1ELb0ELb0ELi64ELi64ELi32ELb0EE6ParamsE",
             True,
         ),
+        # cuDNN is given operands and the call's own workspace.
+        ("_ZN17cutlass__5x_cudnn6KernelINS_4conv6kernel23ImplicitGemmConvolutionEEEvNT_6ParamsE", True),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_t1r3s3_execute_kernel__5x_cudnn", True),
         # A random generator's state is no operand.
         ("_ZN2at6native43distribution_elementwise_grid_stride_kernelIfLi4EEEvlNS_15PhiloxCudaStateE", False),
         ("_ZN5other18elementwise_kernelIfEEvT_", False),
