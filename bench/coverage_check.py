@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from backends import pgraph_report
-from coverage_judge import Mismatch, Verdict, judge, shared
-from coverage_subject import Holes, Job, Run, Subject, spoil
+from coverage_judge import Mismatch, Verdict, judge, outside, shared
+from coverage_subject import Holes, Job, Run, Subject, dirty_allocations, spoil
 from zoo.entry import Inputs
 
 LAUNCHED = 5  # steps that must be compared after all captures exist
@@ -97,10 +97,10 @@ class Trial:
         self._note(verdict)
         if verdict.mismatches:
             after = subject.saved()
-            theirs = self._by_inductor(saved, inputs)
+            clean, dirty = self._by_inductor(saved, inputs)
             subject.restore(after)
             for mismatch in verdict.mismatches:
-                if theirs is not None and shared(mismatch, truth, theirs):
+                if shared(mismatch, truth, clean) or outside(mismatch, truth, dirty):
                     self.inductor_differs += [mismatch.name] * (mismatch.name not in self.inductor_differs)
                 else:
                     self.problems.append((number, mismatch))
@@ -117,13 +117,15 @@ class Trial:
         self.subject.restore(saved)
         return self.subject.step(run, inputs)
 
-    def _by_inductor(self, saved: list[Any], inputs: Inputs) -> Any:
-        """The step by plain Inductor, where there is one."""
+    def _by_inductor(self, saved: list[Any], inputs: Inputs) -> tuple[Any, Any]:
+        """The step by plain Inductor, and once more in memory full of NaN; empty where there is none."""
         if self.job.backend != "pgraph" or self.job.device != "cuda":
-            return None
+            return {}, {}
         if self.inductor is None:  # a compiled list of modules has a length, and may not be asked for it
             self.inductor = self.subject.compiled(self.job, "inductor")
-        return self._from(saved, self.inductor, inputs)
+        clean = self._from(saved, self.inductor, inputs)
+        with dirty_allocations():
+            return clean, self._from(saved, self.inductor, inputs)
 
     def _note(self, verdict: Verdict) -> None:
         self.error = max(self.error, verdict.error)

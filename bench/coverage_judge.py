@@ -13,7 +13,10 @@ stale address shows.
 
 Inductor orders operations anew and may leave these bounds with no graph at all. A step with a tensor outside
 them is run by plain Inductor too: where Inductor's error of that tensor is at least half of pgraph's, the
-graph is not to blame, and the row says ``inductor_differs``.
+graph is not to blame, and the row says ``inductor_differs``. Some of Inductor's kernels read what they have
+not written (a reduction that stores in one loop and loads in the next without a barrier, in torch 2.11): what
+comes of it depends on what the memory held before. So Inductor runs the step once more with everything that
+its code allocates full of NaN, and where it leaves the bounds then, the graph is not to blame either.
 """
 
 from __future__ import annotations
@@ -122,6 +125,14 @@ def shared(mismatch: Mismatch, truth: Tensors, inductor: Tensors) -> bool:
         return False
     theirs = distance(inductor[mismatch.name], truth[mismatch.name])
     return all(2 * t >= e or e <= a for t, e, a in zip(theirs, mismatch.error, mismatch.allowed, strict=True))
+
+
+def outside(mismatch: Mismatch, truth: Tensors, inductor: Tensors) -> bool:
+    """Whether plain Inductor leaves the bounds of that tensor, by however much."""
+    if mismatch.name not in truth or mismatch.name not in inductor:
+        return False
+    theirs = distance(inductor[mismatch.name], truth[mismatch.name])
+    return not all(t <= a for t, a in zip(theirs, mismatch.allowed, strict=True))
 
 
 def size(x: Tensor) -> Sizes:

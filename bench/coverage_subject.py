@@ -168,6 +168,31 @@ def _tensors(program: torch.nn.Module) -> list[Tensor]:
     return [*program.parameters(), *program.buffers()]
 
 
+@contextlib.contextmanager
+def dirty_allocations() -> Iterator[None]:
+    """What Inductor's generated code allocates inside is full of NaN (integers: of the largest number)."""
+    from torch._inductor.codecache import PyCodeCache
+
+    def dirty(real: Run) -> Run:
+        return lambda *args: _fill(real(*args))
+
+    found = [vars(m) for m in PyCodeCache.modules if "empty_strided_cuda" in vars(m)]
+    real = [(namespace, namespace["empty_strided_cuda"]) for namespace in found]
+    try:
+        for namespace, function in real:
+            namespace["empty_strided_cuda"] = dirty(function)
+        yield
+    finally:
+        for namespace, function in real:
+            namespace["empty_strided_cuda"] = function
+
+
+def _fill(x: Tensor) -> Tensor:
+    whole = x.untyped_storage()
+    torch.empty(0, dtype=torch.uint8, device=x.device).set_(whole, 0, (whole.nbytes(),), (1,)).fill_(0xFF)
+    return x
+
+
 def spoil(x: Tensor) -> None:
     """Fill with what shows when it is read."""
     with torch.no_grad():

@@ -160,6 +160,11 @@ def test_a_deviation_of_inductors_is_not_pgraphs(load: Any) -> None:
     assert rules.shared(mismatch, truth, {"gradient of a": truth["gradient of a"] * 1.15})
     assert not rules.shared(mismatch, truth, {"gradient of a": truth["gradient of a"] * 1.05})
     assert not rules.shared(mismatch, truth, {})
+    assert rules.outside(
+        mismatch, truth, {"gradient of a": torch.full_like(truth["gradient of a"], float("nan"))}
+    )
+    assert not rules.outside(mismatch, truth, truth)
+    assert not rules.outside(mismatch, truth, {})
     (stale,) = rules.judge(truth, truth, truth, {**truth, "loss": torch.tensor(float("nan"))}).mismatches
     assert not rules.shared(stale, truth, {"loss": torch.tensor(float("nan"))})
 

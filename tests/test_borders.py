@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.library import Library
 
-from pgraph import backend, borders
+from pgraph import borders, compile_graph
 from pgraph.borders import Borders
 from pgraph.safety import mark_unsafe, unmark_unsafe
 from pgraph.strides import dense, keep_strides
@@ -100,8 +100,8 @@ def test_a_part_of_a_backward_takes_what_the_forward_padded(
     """The forward is one graph of Inductor's, which pads what it saves; the backward is in parts."""
     cutting("back")
     if not cured:
-        monkeypatch.setattr(backend, "bring_up_to_date", lambda gm, inputs: None)
-        monkeypatch.setattr(backend, "Borders", Traced)
+        monkeypatch.setattr(compile_graph, "bring_up_to_date", lambda gm, inputs: None)
+        monkeypatch.setattr(compile_graph, "Borders", Traced)
     shows(functools.partial(check_training, PADDING), cured)
 
 
@@ -160,7 +160,7 @@ def test_a_storage_is_read_in_the_next_part(cutting: Callable[..., None], codege
 def test_a_storage_is_read_in_the_same_part(monkeypatch: pytest.MonkeyPatch, cured: bool) -> None:
     """Inductor reads another place, given a view of what it makes itself."""
     if not cured:
-        monkeypatch.setattr(backend, "count_from_owners", lambda gm: None)
+        monkeypatch.setattr(compile_graph, "count_from_owners", lambda gm: None)
     shows(lambda: check_storage("inductor"), cured)
 
 

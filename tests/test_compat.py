@@ -197,7 +197,7 @@ def test_passes_of_the_users_that_have_no_name_are_not_cached() -> None:
             return "mine"
 
     def uuid(chosen: Any) -> Any:
-        return compat._AfterJointPasses(chosen, lambda gm: None).uuid()
+        return compat.inductor._AfterJointPasses(chosen, lambda gm: None).uuid()
 
     assert uuid(None)
     assert uuid(Named())

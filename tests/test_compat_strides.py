@@ -50,7 +50,7 @@ def test_inductor_tells_the_strides_of_what_it_returns(dynamic: bool) -> None:
         return compiled
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_model(gm, inputs, inner, {})
+        return compat.compile_model(gm, inputs, inner, {}, lambda joint: None)
 
     torch.compile(lambda x: (x.t().sin(), None), backend=backend, dynamic=dynamic)(torch.randn(4, 6))
     (strides,) = seen[0]

@@ -13,6 +13,7 @@ from pgraph.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
 from pgraph.facts import GraphFacts, Step, respliced
 from pgraph.reasons import Reason
 from pgraph.template import Dispatch, Recording
+from pgraph.topology import chain
 
 aten = torch.ops.aten
 
@@ -86,7 +87,7 @@ def test_a_dispatch_holds_no_tensor() -> None:
 
 
 def recording(*ops: Dispatch) -> Recording:
-    return Recording((), (), 0, (), (0, 0), None, ops=ops)
+    return Recording((), chain(0), (), 0, (), (0, 0), None, ops=ops)
 
 
 def test_from_a_node_to_its_op() -> None:

@@ -246,7 +246,7 @@ def test_normalisation_in_two_types() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.aten.native_layer_norm((x + 1).sin(), [16], w, w, 1e-5)
 
-    compiled = host(fn, min_ops=1)
+    compiled = host(fn, min_ops=9)  # too small to be split around what is refused
     for dtype, launches in ((torch.bfloat16, 0), (torch.float32, 3)):
         before = pgraph.report().launches
         for _ in range(4):

@@ -76,7 +76,7 @@ def test_attention_over_49_tokens_in_parts(where: tuple[str, ...], padding: dict
     metrics.num_comprehensive_padding = 0
     try:
         # A cache that hits would compile nothing, and tell nothing of padding.
-        settings = {"padding_stride_threshold": 0, "force_disable_caches": True, **padding}
+        settings = {"padding_stride_threshold": 0, "fx_graph_cache": False, **padding}
         compiled = compile_pgraph(model, min_ops=1, inductor=settings)
         for call in range(5):
             x = randn(16, 49, 48)

@@ -1,0 +1,100 @@
+"""Dynamo: graph breaks, symbols of sizes, and the function that is being compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+__all__ = [
+    "evaluate",
+    "graph_break",
+    "hearing_graph_breaks",
+    "is_compiled",
+    "plain_symbol",
+    "symbol_source",
+    "traced_function",
+]
+
+
+def graph_break(gm: torch.fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
+    """(Dynamo's text, the user's frames, innermost last) if a graph ends before its function does."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    return str(found.reason), tuple(found.user_stack)
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def hearing_graph_breaks() -> Iterator[list[str]]:
+    """Dynamo's messages about graph breaks (as with ``TORCH_LOGS=graph_breaks``), collected in a list.
+
+    Only these tell of breaks that leave no graph behind: a break in a loop skips the whole function.
+    """
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    before = logger.level, logger.propagate
+    listener = _Listener()
+    if not logger.isEnabledFor(logging.DEBUG):
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def is_compiled(fn: Any) -> bool:
+    """Whether torch.compile made it, or compiled it in place (``module.compile()``)."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule) or hasattr(fn, "_torchdynamo_orig_callable"):
+        return True
+    return isinstance(fn, torch.nn.Module) and fn._compiled_call_impl is not None
+
+
+def plain_symbol(size: torch.SymInt) -> str | None:
+    """The name of a symbolic number that is a symbol itself, not an expression of others."""
+    expression = size.node.expr
+    return str(expression) if expression.is_symbol else None
+
+
+def evaluate(size: torch.SymInt, numbers: Mapping[str, int]) -> int | None:
+    """A symbolic number where its symbols have these values; None if one of them has none; 2.11, 2.13."""
+    expression = size.node.expr
+    known = {symbol: numbers.get(str(symbol)) for symbol in expression.free_symbols}
+    return None if None in known.values() else int(expression.subs(known))
+
+
+def symbol_source(size: torch.SymInt) -> str | None:
+    """Where Dynamo found a symbol, e.g. ``L['x'].size()[0]``."""
+    env: Any = size.node.shape_env
+    sources = env.var_to_sources.get(size.node.expr) or (None,)
+    source = sources[0]
+    if source is None:
+        return None
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def traced_function() -> str | None:
+    """Name of the function that Dynamo compiles, e.g. ``Block.forward``; None outside a compilation.
+
+    Before Python 3.11 code knows no class, and it is ``forward``.
+    """
+    context = TracingContext.try_get()
+    code = context.traced_code[0] if context is not None and context.traced_code else None
+    return getattr(code, "co_qualname", code.co_name) if code is not None else None

@@ -1,0 +1,32 @@
+"""Who else looks on: dispatch modes, transforms, forward-mode derivatives, profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.autograd.forward_ad as _forward_ad
+import torch.autograd.profiler as _profiler
+
+__all__ = ["forward_mode", "intercepted", "profiling"]
+
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+# Not in the stub of the module.
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+
+def forward_mode() -> bool:
+    """Whether derivatives are carried forward; 2.13, and in the sources of 2.11."""
+    return _forward_ad._current_level >= 0
+
+
+def intercepted() -> bool:
+    """Whether this thread's ops go to somebody else first: dispatch modes, vmap and its like; 2.11, 2.13."""
+    return _dispatch_modes() > 0 or _transforms() is not None
+
+
+def profiling() -> bool:
+    """Whether a profiler listens, in whatever thread it was started."""
+    return _profiler._is_profiler_enabled
