@@ -32,7 +32,7 @@ The files, in the order in which data flows through them:
 `timeline`, `words`
 `strict`, `sizes`         errors instead of plain running; which sizes are captured
 `peaks`                   what captures add to the framework's peak statistics
-`compat`                  PyTorch's private interfaces
+`compat/`                 PyTorch's private interfaces
 ========================  ==========================================================================
 
 Importing this package imports neither torch nor CUDA: `TORCH_LOGS="+pgraph"` imports it while torch
