@@ -186,6 +186,24 @@ def test_wrong_arguments_are_declined_untouched(wrong: str) -> None:
     assert not device.events
 
 
+@pytest.mark.parametrize("layout", ["known", "unknown"])
+@pytest.mark.parametrize("needed", [4, 8, 16, 32, 64])
+def test_every_bit_below_the_alignment_counts(
+    needed: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address aligned to 8 bytes is no substitute for the one aligned to 16 that was captured."""
+    if layout == "unknown":
+        monkeypatch.setattr(compat, "tensor_layout", lambda: (0, 0))
+    launcher, (_, others) = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})
+    call = native_call(launcher, ((1, (SIDE, SIDE), (SIDE, 1), needed - 1),), others)
+    assert call is not None
+    for low in (4, 8, 16, 32, 64):
+        base = torch.randn(SIDE * SIDE + 32)
+        start = next(k for k in range(32) if (a := base.data_ptr() + 4 * k) & -a == low)
+        x = base[start : start + SIDE * SIDE].view(SIDE, SIDE)
+        assert (call([42, x]) is not None) is (low >= needed), low
+
+
 def test_a_trait_that_is_as_it_was_does_not_hinder() -> None:
     launcher, facts = made(FakeDevice(), CASE)
     call = native_call(launcher, *facts, ((2, lazy_bits, (False, False)),))
