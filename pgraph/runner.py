@@ -229,13 +229,19 @@ class PartitionRunner:
             DriverError, torch.OutOfMemoryError: `error` itself, if a part of the partition has run already.
         """
         if isinstance(error, torch.OutOfMemoryError):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it and this frame hold each other, and all that the launch had
         if isinstance(error, LaunchMemoryError):
             self._short_of_memory(error)
             return
         self._refuse(variant, launch_failed(error))
         if isinstance(error, DriverError):
-            raise error
+            try:
+                raise error
+            finally:
+                del error
 
     def _run_plainly(self, args: list[Any], variant: Variant | None) -> Any:
         if compat.profiling():
