@@ -1,0 +1,235 @@
+"""What keeps a launch from arguments that are not its own, and a partition from running twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import host, launching, same
+from support_native import CASE, SIDE, FakeDevice, made
+from torch import Tensor
+
+import pgraph
+from pgraph import native
+from pgraph.errors import DriverError, LaunchError, LaunchMemoryError, MatchError
+from pgraph.failures import before_all
+from pgraph.launch_native import native_call
+from pgraph.match import match
+from pgraph.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.topology import chain
+from pgraph.variant import Variant
+
+
+@pytest.fixture
+def native_path() -> None:
+    if native.load_call() is None:
+        pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
+
+
+# -- strides -------------------------------------------------------------------------------------
+
+STRIDES = [
+    ((SIDE, SIDE), (SIDE, 1), True),
+    ((SIDE, SIDE), (SIDE, 2), False),
+    ((SIDE, SIDE), (SIDE, 0), False),
+    ((SIDE, SIDE), (2 * SIDE, 1), False),
+    ((SIDE, SIDE), (0, 1), False),
+    ((SIDE, SIDE), (1, SIDE), False),
+    ((SIDE, SIDE - 1), (SIDE, 1), False),
+    ((SIDE - 1, SIDE), (SIDE, 1), False),
+    ((SIDE, SIDE, 1), (SIDE, 1, 1), False),
+]
+
+
+@pytest.mark.parametrize(("size", "stride", "right"), STRIDES)
+def test_a_variant_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
+    """Each dimension's, the last one's too."""
+    _, (tensors, others) = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})
+    x = torch.randn(4 * SIDE * SIDE).as_strided(size, stride)
+    assert Variant(tensors, others).addresses([42, x]) == ([x.data_ptr()] if right else None)
+
+
+@pytest.mark.usefixtures("native_path")
+@pytest.mark.parametrize(("size", "stride", "right"), STRIDES)
+def test_c_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
+    """As the variant in Python does."""
+    device = FakeDevice()
+    launcher, facts = made(device, {**CASE, "inputs": [(True, 0)]})
+    call = native_call(launcher, *facts)
+    assert call is not None
+    args = [42, torch.randn(4 * SIDE * SIDE).as_strided(size, stride)]
+    launched = call(args) is not None
+    assert launched == right
+    assert bool(device.events) == right
+
+
+def test_a_hook_gives_a_backward_another_layout_than_was_saved() -> None:
+    """Nobody guards that: same shape, same type, other strides."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.sin() * x).cos().cumsum(0)
+
+    def transposed(t: Tensor) -> Tensor:
+        return t.t().contiguous().t() if t.dim() == 2 else t
+
+    def gradient(f: Any, x: Tensor, *, hooked: bool) -> Tensor:
+        x = x.detach().clone().requires_grad_()
+        unpack = transposed if hooked else lambda t: t
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = f(x)
+        (grad,) = torch.autograd.grad(out, x, torch.arange(16.0).view(4, 4))
+        return grad
+
+    compiled = host(fn)
+    for hooked in (False, False, False, True, True, True, False):
+        x = torch.randn(4, 4)
+        same(gradient(compiled, x, hooked=hooked), gradient(fn, x, hooked=hooked))
+    with launching(2):
+        x = torch.randn(4, 4)
+        same(gradient(compiled, x, hooked=True), gradient(fn, x, hooked=True))
+    assert max(p.captures for p in pgraph.report().partitions) == 2, "the backward saw one layout only"
+
+
+# -- once only -----------------------------------------------------------------------------------
+
+
+def mutating(x: Tensor, y: Tensor) -> Tensor:
+    y.add_(x)
+    inner = (x[:, None] * y).cumsum(0).sum(0)  # large, and gone before the result is there
+    return (inner + x) * y  # both arguments are alive to the end
+
+
+@pytest.mark.usefixtures("native_path")
+@pytest.mark.parametrize("wants", ["memory", "launch"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool) -> None:
+    """Whoever gets them back runs the partition again."""
+    device = FakeDevice()
+    launcher, facts = made(device, {**CASE, "inputs": [(True, 0)] * 3})
+    call = native_call(launcher, *facts)
+    assert call is not None
+    assert len(launcher.steps) > 1
+
+    def short_of_memory() -> None:
+        device.refuse_all = device.refuse_raw = True
+
+    if wants == "launch":
+        device.fail_launch = 2 if ran else 1
+    elif ran:
+        device.at_launch = short_of_memory
+    else:
+        short_of_memory()
+    args = [42, *(torch.randn(SIDE, SIDE) for _ in launcher.positions)]
+    before = list(args)
+    with pytest.raises((DriverError, LaunchError, torch.OutOfMemoryError)) as caught:
+        call(args)
+    assert device.launches == ran + (wants == "launch")
+    if ran:
+        assert [a is None for a in args] == [False, True, True, True]
+    else:
+        assert all(a is b for a, b in zip(args, before, strict=True))
+    error = before_all(caught.value, launcher, args)
+    assert isinstance(error, LaunchError) != ran
+    assert isinstance(error, LaunchMemoryError) == (wants == "memory" and not ran)
+
+
+@pytest.mark.parametrize("kind", ["device", "memory"])
+@pytest.mark.parametrize("at", ["launch", "allocate"])
+def test_a_partition_that_has_begun_is_not_begun_again(
+    at: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second chunk fails: the error is the user's own, and nothing is written by a plain run."""
+    compiled = host(mutating, memory_slack_mb=0)
+
+    def arguments() -> tuple[Tensor, Tensor]:
+        return torch.randn(64), torch.randn(64)
+
+    for _ in range(2):
+        compiled(*arguments())
+    (runner,) = pgraph.stats.live_partitions()
+    (variant,) = runner.variants()
+    launcher: Any = variant.launcher
+    steps, ran = launcher.steps, []
+    launched = [i for i, step in enumerate(steps) if step[1] is not None]
+    assert len(launched) > 1, "one chunk: nothing comes after it"
+    error = DriverError("injected later") if kind == "device" else torch.OutOfMemoryError("injected later")
+
+    def fails(*rest: Any) -> Any:
+        raise error
+
+    def noting(launch: Any) -> Any:
+        def run(bases: list[int], stream: int) -> int:
+            ran.append(1)
+            return int(launch(bases, stream))
+
+        return run
+
+    second = launched[1]
+    changed = [(a, noting(run) if run else None, f, r) for a, run, f, r in steps]
+    if at == "launch":
+        changed[second] = (changed[second][0], fails, *changed[second][2:])
+    else:
+        real = launcher._empty
+        monkeypatch.setattr(launcher, "_empty", lambda *layout: fails() if ran else real(*layout))
+    launcher.steps = tuple(changed)
+    plain = runner.stats.plain_runs
+    x, y = arguments()
+    kept = y.clone()
+    with pytest.raises(type(error), match="injected later"):
+        compiled(x, y)
+    assert ran == [1]
+    assert runner.stats.plain_runs == plain
+    same(y, kept)  # the chunk that failed comes before the write
+
+
+# -- dead memory ---------------------------------------------------------------------------------
+
+A, B = 0x7000_0000_0000, 0x7100_0000_0000
+
+
+def recorded(base: int, at: tuple[int, ...], word: int, *, dead: int | None, own: bool) -> Recording:
+    """One kernel with one word, on regions of 64 bytes at these offsets; `dead` is freed before it."""
+    allocations = tuple(Allocation(base + x, 64, 0, 0 if i == dead else None, 256) for i, x in enumerate(at))
+    node = NodeRecord("kernel", "k", (), (base + word).to_bytes(8, "little"))
+    return Recording(
+        (node,), chain(1), allocations, 1, (), (base, base + (1 << 20)), None, frozenset({0} if own else ())
+    )
+
+
+@pytest.mark.parametrize("dead", ["neither", "first", "second", "both"])
+def test_a_word_in_memory_that_one_capture_has_freed_is_no_padding(dead: str) -> None:
+    """Row 8: in one region here, in another there. Only where both are dead can it be left over."""
+    a = recorded(A, (0x1000, 0x2000), 0x1000, dead=0 if dead in ("first", "both") else None, own=True)
+    b = recorded(B, (0x1000, 0x2200), 0x2200, dead=1 if dead in ("second", "both") else None, own=True)
+    if dead == "both":
+        assert match(a, b) == ()
+    else:
+        with pytest.raises(MatchError, match=r"ambiguous-word.*region 0\+0 in one.*region 1\+0 in another"):
+            match(a, b)
+
+
+@pytest.mark.parametrize("dead", ["neither", "first", "second", "both"])
+def test_regions_used_in_turn_of_which_one_capture_has_freed_one(dead: str) -> None:
+    """Row 4: they lie as far apart as a third one moved. Only where both are dead is the third one meant."""
+    a = recorded(
+        A, (0x1000, 0x2000, 0x4000), 0x1000, dead=0 if dead in ("first", "both") else None, own=False
+    )
+    b = recorded(
+        B, (0x1000, 0x3000, 0x6000), 0x3000, dead=1 if dead in ("second", "both") else None, own=False
+    )
+    if dead == "both":
+        assert match(a, b) == (Slot(0, 0, 2, -0x3000),)
+    else:
+        with pytest.raises(MatchError, match=r"ambiguous-word.*region 0\+0 in one.*region 1\+0 in another"):
+            match(a, b)
+
+
+@pytest.mark.parametrize("dead", ["first", "second", "both"])
+@pytest.mark.parametrize("beyond", [0, 0x900])
+def test_a_word_of_a_region_that_one_capture_has_freed_is_a_slot(dead: str, beyond: int) -> None:
+    """Row 3: were it taken for padding, launches would use an address of the capture."""
+    word = 0x2000 + beyond
+    a = recorded(A, (0x1000, 0x2000), word, dead=1 if dead in ("first", "both") else None, own=True)
+    b = recorded(B, (0x1000, 0x2200), word + 0x200, dead=1 if dead in ("second", "both") else None, own=True)
+    assert match(a, b) == (() if dead == "both" else (Slot(0, 0, 1, beyond),))

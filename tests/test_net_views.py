@@ -1,0 +1,142 @@
+"""Results that are views: where they begin, of what type, with which bits, when another part takes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import host, launching, same
+from torch import Tensor
+
+import pgraph
+from pgraph.launch import view
+from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.template import TensorSpec
+
+
+@pytest.fixture
+def cutting_sin() -> Iterator[None]:
+    mark_unsafe("aten::sin", "cuts the graph of a test", "none")
+    yield
+    unmark_unsafe("aten::sin")
+
+
+def crosses(fn: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Two launched parts with `sin` between them agree with `fn`; bits of results included."""
+    compiled = host(fn)
+    compiled(*inputs())
+    with launching(4):
+        for _ in range(2):
+            given = inputs()
+            got, want = compiled(*given), fn(*given)
+            same(got, want)
+            assert [(x.is_conj(), x.is_neg()) for x in got] == [(x.is_conj(), x.is_neg()) for x in want]
+
+
+def results_of_parts() -> list[Any]:
+    """The results of every captured part, as its template has them."""
+    templates = [runner.template() for runner in pgraph.stats.live_partitions()]
+    return list(itertools.chain.from_iterable(t.outputs for t in templates if t is not None))
+
+
+# -- another type ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 8, 16])
+@pytest.mark.parametrize("within", [0, 8])
+def test_a_view_of_another_type_counts_from_its_owners_first_byte(start: int, within: int) -> None:
+    """Not from where the owner's storage begins; `within` and the layout's own offset are bytes."""
+    storage = torch.arange(32, dtype=torch.float32)
+    owner = storage[start:]
+    got = view(owner, TensorSpec((3, 2), (2, 1), torch.int32, 4), within)
+    first = within // 4 + 1
+    same(got, owner.view(torch.int32)[first : first + 6].view(3, 2))
+    assert got.data_ptr() == owner.data_ptr() + within + 4
+
+
+@pytest.mark.usefixtures("cutting_sin")
+def test_a_view_of_another_type_of_an_argument_that_begins_late() -> None:
+    """A part hands on its argument as integers; the argument is the rest of a larger tensor."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        bits = x.view(torch.int32)
+        halves = bits >> 1
+        cut = y.sin()
+        return bits + 1, halves * 2, cut * 3
+
+    crosses(fn, lambda: (torch.randn(24)[8:], torch.randn(3)))
+    retyped = [s for s in results_of_parts() if s.input is not None and s.layout is not None]
+    assert [s.layout.dtype for s in retyped] == [torch.int32], "no view of an argument was handed on"
+
+
+# -- lazy bits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["same type", "another type"])
+@pytest.mark.parametrize(("conj", "neg"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_view_has_the_bits_of_its_layout(dtype: torch.dtype, conj: bool, neg: bool) -> None:
+    """Of the owner's type or another, over the whole owner or a part of it, whatever bits the owner has."""
+    of = torch.complex64 if conj else torch.float32
+    for offset in (0, 16):
+        owner = torch.randn(8, dtype=dtype)
+        n = (owner.untyped_storage().nbytes() - offset) // of.itemsize
+        got = view(owner, TensorSpec((n,), (1,), of, 0, conj, neg), offset)
+        assert (got.is_conj(), got.is_neg()) == (conj, neg)
+        plain = torch.empty(0, dtype=of).set_(owner.untyped_storage(), offset // of.itemsize, (n,), (1,))
+        want = plain.conj() if conj else plain
+        same(got.resolve_conj().resolve_neg(), -want.resolve_conj() if neg else want.resolve_conj())
+
+
+def test_an_owner_is_returned_as_it_is_only_with_the_same_bits() -> None:
+    owner = torch.randn(8)
+    assert view(owner, TensorSpec((8,), (1,), torch.float32, 0), 0) is owner
+    negative = view(owner, TensorSpec((8,), (1,), torch.float32, 0, neg=True), 0)
+    same(negative.resolve_neg(), -owner)
+
+
+def negative_whole(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    turned = torch._neg_view(a.real * 2)
+    cut = b.real.sin()
+    return turned * 3, cut + 1
+
+
+def negative_part(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    turned = (a * b).conj().imag
+    cut = b.real.sin()
+    return turned * 3, cut + 1
+
+
+def negative_and_plain(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    doubled = a.real * 2
+    turned = torch._neg_view(doubled)
+    cut = b.real.sin()
+    return doubled * 3, turned * 5, cut + 1
+
+
+@pytest.mark.usefixtures("cutting_sin")
+@pytest.mark.parametrize("fn", [negative_whole, negative_part, negative_and_plain])
+def test_a_negative_view_crosses_from_part_to_part(fn: Callable[..., Any]) -> None:
+    crosses(fn, lambda: (torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)))
+    assert any(spec.layout is not None and spec.layout.neg for spec in results_of_parts()), (
+        "no part handed a negative view on: the test shows nothing"
+    )
+
+
+# -- parts of one result -------------------------------------------------------------------------
+
+
+def tails(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    doubled = x * 2
+    late, later = doubled[4:], doubled[6:]
+    cut = y.sin()
+    return late + 1, later + 2, cut + 3
+
+
+@pytest.mark.usefixtures("cutting_sin")
+def test_parts_of_one_tensor_that_itself_is_not_handed_on() -> None:
+    """The second is a view of the first, and begins later in their storage by both starts together."""
+    crosses(tails, lambda: (torch.randn(12), torch.randn(3)))
+    assert any(spec.view_of is not None for spec in results_of_parts()), "no view of a result was handed on"
