@@ -182,7 +182,7 @@ def coverage_of(report: Any) -> dict[str, Any]:
         "captures": int(report.captures),
         "capture_s": float(report.capture_s),
         "launches": int(report.launches),
-        "splits": int(getattr(report, "splits", 0)),
+        "splits": int(report.splits),
         "parts": len(parts),
         "uncaptured_parts": len(outside),
         "fallbacks": int(report.fallbacks),
