@@ -15,11 +15,16 @@ import pgraph
 
 
 class LooksAtValues(TorchDispatchMode):
-    """Reads every result, as a search for NaNs does: a ghost would be fatal."""
+    """Reads every result, as a search for NaNs does: a ghost would be fatal.
+
+    Except what nobody has written yet: autograd takes memory as it finds it for a gradient that is to have
+    another layout, and there may be a NaN in it.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point():
+        unwritten = "empty" in func.name()
+        if isinstance(out, Tensor) and out.is_floating_point() and not unwritten:
             assert not torch.isnan(out).any()
         return out
 
