@@ -95,11 +95,11 @@ def phases(trainer: Trainer, device: Device, steps: int) -> dict[str, float]:
 
 def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, Any]]:
     """A row for each captured partition of pgraph's, from further steps."""
-    from pgraph import runner, stats
+    from pgraph.runtime import partition_runner, statistics
 
     watched = Watched()
-    live = [p for p in stats.live_partitions() if p.template() is not None]
-    real = runner.PartitionRunner.__call__
+    live = [p for p in statistics.live_partitions() if p.template() is not None]
+    real = partition_runner.PartitionRunner.__call__
     before = {p.name: p.stats.launches for p in live}
     for partition in live:
         for variant in partition.variants():
@@ -109,11 +109,11 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
     def call(self: Any, args: list[Any]) -> Any:
         return watched.around(real, self.name)(self, args)
 
-    runner.PartitionRunner.__call__ = call  # type: ignore[method-assign]
+    partition_runner.PartitionRunner.__call__ = call  # type: ignore[method-assign]
     try:
         phases(trainer, device, steps)
     finally:
-        runner.PartitionRunner.__call__ = real  # type: ignore[method-assign]
+        partition_runner.PartitionRunner.__call__ = real  # type: ignore[method-assign]
     rows = []
     for partition in live:
         template = partition.template()

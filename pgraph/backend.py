@@ -1,8 +1,8 @@
 """The `torch.compile` backend: Dynamo graph in, runners out.
 
 Inductor's front end (`codegen="inductor"`) or AOTAutograd alone (`"aten"`) makes forward, backward and
-inference ATen graphs; on the way, `pgraph.constants` gives the device what was made for it on the CPU out of
-nothing. `pgraph.compile_graph` turns each graph into runners.
+inference ATen graphs; on the way, `pgraph.rewrites.constants` gives the device what was made for it on the
+CPU out of nothing. `pgraph.compiler.compile_graph` turns each graph into runners.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from pgraph import compat, constants, drivers, stats, strict
-from pgraph.breaks import break_of
-from pgraph.compile_graph import compile_parts
+from pgraph import compat, drivers
+from pgraph.compiler.compile_graph import compile_parts
+from pgraph.compiler.graph_breaks import break_of
 from pgraph.errors import FullCaptureError, OptionError
-from pgraph.facts import Kind
 from pgraph.options import Options, parse
+from pgraph.partition.facts import Kind
 from pgraph.reasons import Reason
-from pgraph.runner import Boxed
+from pgraph.rewrites import constants
+from pgraph.runtime import full_capture, statistics
+from pgraph.runtime.partition_runner import Boxed
 
 __all__ = ["Backend", "backend"]
 
@@ -59,11 +61,11 @@ class Backend:
             return _build(gm, example_inputs, chosen, settings, broken)
         try:
             if broken is not None:
-                strict.refuse("what follows the graph break", broken)
+                full_capture.refuse("what follows the graph break", broken)
             with compat.eager_backward():
                 return _build(gm, example_inputs, chosen, settings, None)
         except FullCaptureError as e:
-            return strict.raising(e)
+            return full_capture.raising(e)
 
     def reset(self) -> None:
         """Free everything captured; also called by `torch._dynamo.reset()`."""
@@ -72,7 +74,7 @@ class Backend:
 
 def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
-    for partition in stats.live_partitions():
+    for partition in statistics.live_partitions():
         partition.reset()
     drivers.close_all()
 

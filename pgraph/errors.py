@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pgraph.reasons import Reason
-    from pgraph.template import Dispatch
+    from pgraph.template.template import Dispatch
 
 __all__ = [
     "CaptureError",

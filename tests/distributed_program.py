@@ -44,8 +44,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import pgraph
-from pgraph import stats
 from pgraph.backend import backend as pgraph_backend
+from pgraph.runtime import statistics
 
 LAYERS = 3
 STEPS = 4
@@ -332,7 +332,7 @@ def forget() -> None:
     """Compiled code and pgraph's counters start anew."""
     torch._dynamo.reset()
     gc.collect()
-    stats.forget()
+    statistics.forget()
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch.fx import GraphModule, Interpreter
 from torch.fx.node import map_aggregate
 
-from pgraph import constants
-from pgraph.partition import Part, scan
+from pgraph.ops.safety import refusal
+from pgraph.partition.split import Part, scan
 from pgraph.reasons import Reason
-from pgraph.safety import refusal
+from pgraph.rewrites import constants
 
 DEVICE = "meta"
 PARTITIONS = {"aten": default_partition, "min-cut": min_cut_rematerialization_partition}

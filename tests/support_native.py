@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from pgraph import native
-from pgraph.build import Built
-from pgraph.drivers.base import Exec, NativeCalls
+from pgraph.capture.build import Built
+from pgraph.drivers.interface import Exec, NativeCalls
 from pgraph.errors import DriverError, LaunchError
-from pgraph.launch import Launcher
-from pgraph.plan import Lifetime, make_plan
-from pgraph.template import NodeRecord, OutputSpec, Region, Slot, Template, TensorSpec
+from pgraph.launch.interpreter import Launcher
+from pgraph.template.plan import Lifetime, make_plan
+from pgraph.template.template import NodeRecord, OutputSpec, Region, Slot, Template, TensorSpec
 
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

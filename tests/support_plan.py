@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from pgraph.plan import GRANULE, Lifetime, Plan, survives
+from pgraph.template.plan import GRANULE, Lifetime, Plan, survives
 
 MIB = 1 << 20
 

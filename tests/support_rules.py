@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_*
-from pgraph.seedless import unwrap
+from pgraph.rewrites.checkpoint_rng import unwrap
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -47,9 +47,9 @@ def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.Monkey
     from torch._inductor.output_code import CompiledFxGraph
 
     import pgraph
-    from pgraph.graph_runner import GraphRunner
-    from pgraph.observe import PlainPart
-    from pgraph.runner import PartitionRunner
+    from pgraph.runtime.graph_runner import GraphRunner
+    from pgraph.runtime.observe import PlainPart
+    from pgraph.runtime.partition_runner import PartitionRunner
 
     monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
     for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, PlainPart):

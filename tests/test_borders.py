@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.library import Library
 
-from pgraph import borders, compile_graph
-from pgraph.borders import Borders
-from pgraph.safety import mark_unsafe, unmark_unsafe
-from pgraph.strides import dense, keep_strides
+from pgraph.compiler import borders, compile_graph
+from pgraph.compiler.borders import Borders
+from pgraph.compiler.strides import dense, keep_strides
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 
 # Inductor pads on GPUs only, and large strides only, unless it is told otherwise.
 PADDING = {"disable_padding_cpu": False, "padding_stride_threshold": 0}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pgraph.capture import record
-from pgraph.drivers.host import HostDriver
+from pgraph.capture.record import record
+from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import CaptureError
 
 

@@ -10,9 +10,9 @@ from support import host, same
 from torch import Tensor
 
 import pgraph
-from pgraph.capture import record
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.drivers.host import HostDriver, HostSession
+from pgraph.capture.record import record
+from pgraph.drivers.host.driver import HostDriver, HostSession
+from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
 

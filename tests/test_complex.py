@@ -11,7 +11,7 @@ from support import check_lazy_gradients, host, launching, same
 from torch import Tensor
 
 import pgraph
-from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 
 
 def rope(x: Tensor, angles: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_code_is_chosen_by_the_bit() -> None:
 def marked() -> Any:
     pgraph.mark_unsafe("aten::sin", reason="a cut for this test", fix="none")
     yield
-    from pgraph.safety import unmark_unsafe
+    from pgraph.ops.safety import unmark_unsafe
 
     unmark_unsafe("aten::sin")
 

@@ -17,8 +17,8 @@ from support_constants import DEVICE, PARTITIONS, Compiled, compiled
 from support_rules import CUDA, Bench
 from torch import Tensor
 
-from pgraph import constants, operands
-from pgraph.operands import by_number
+from pgraph.rewrites import constants, operands
+from pgraph.rewrites.operands import by_number
 
 aten = torch.ops.aten
 
@@ -323,7 +323,7 @@ def test_strides_are_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pgraph.constants"):
+    with caplog.at_level(logging.INFO, "pgraph.rewrites.constants"):
         compiled(scaled, torch.randn(7), patch=monkeypatch)
         compiled(SIZED["causal"], torch.randn(7, 7), patch=monkeypatch, dynamic=True)
     told = "\n".join(caplog.messages)

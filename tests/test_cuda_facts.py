@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from pgraph import optable
-from pgraph.template import NodeRecord, Slot
+from pgraph.ops import op_names
+from pgraph.template.template import NodeRecord, Slot
 
-cuda = pytest.importorskip("pgraph.drivers.cuda", reason="needs cuda-bindings")
-cuda_exec = pytest.importorskip("pgraph.drivers.cuda_exec", reason="needs cuda-bindings")
+cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
 
 
 def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
@@ -27,9 +27,9 @@ def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
 
 def test_only_the_memory_efficient_kernel_has_its_seeds_on_the_host() -> None:
     """cuDNN's backward refuses seeds that are not on the device."""
-    assert optable.HOST_SEEDS < optable.ATTENTION_OPS
-    assert all("efficient" in name for name in optable.HOST_SEEDS)
-    assert not any("backward" in name for name in optable.HOST_SEEDS)
+    assert op_names.HOST_SEEDS < op_names.ATTENTION_OPS
+    assert all("efficient" in name for name in op_names.HOST_SEEDS)
+    assert not any("backward" in name for name in op_names.HOST_SEEDS)
 
 
 def test_copies_that_no_launch_changes_are_not_sent_elsewhere() -> None:

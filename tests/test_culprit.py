@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pgraph.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
-from pgraph.facts import GraphFacts, Step, respliced
+from pgraph.capture.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
+from pgraph.partition.facts import GraphFacts, Step, respliced
 from pgraph.reasons import Reason
-from pgraph.template import Dispatch, Recording
-from pgraph.topology import chain
+from pgraph.template.template import Dispatch, Recording
+from pgraph.template.topology import chain
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from support import host, launching, same
 from torch import Tensor
 
 import pgraph
-from pgraph.safety import unmark_unsafe
+from pgraph.ops.safety import unmark_unsafe
 
 
 @pytest.fixture

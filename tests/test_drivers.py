@@ -13,8 +13,8 @@ from support import launching, same
 
 import pgraph
 from pgraph import drivers
-from pgraph.drivers.base import patched
-from pgraph.drivers.host import HostArena, HostDriver
+from pgraph.drivers.host.driver import HostArena, HostDriver
+from pgraph.drivers.interface import patched
 from pgraph.errors import DriverError
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -113,7 +113,7 @@ def test_closing_drivers_is_not_the_end() -> None:
 def test_living_objects_of_a_class_are_found() -> None:
     """What keeps a capture from freeing another graph's workspace: subclasses count, dead objects do not."""
     pytest.importorskip("cuda.bindings.driver")
-    from pgraph.drivers.cuda_workspaces import instances
+    from pgraph.drivers.cuda.workspaces import instances
 
     class Base:
         pass

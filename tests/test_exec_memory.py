@@ -12,8 +12,8 @@ from support import MLP, host, train
 from torch import Tensor
 
 import pgraph
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.drivers.host import HostDriver, HostExec
+from pgraph.drivers.host.driver import HostDriver, HostExec
+from pgraph.drivers.host.faults import HostFaults, inject
 
 
 def chain(x: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
-from pgraph import build, runner
-from pgraph.drivers import faults
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.drivers.host import HostSession
+from pgraph.capture import build
+from pgraph.drivers.host import faults
+from pgraph.drivers.host.driver import HostSession
+from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import DriverError, PlanError
+from pgraph.runtime import partition_runner
 
 FIRST, SECOND = ("begin", "op", "end"), ("second-begin", "second-op", "second-end")
 CAPTURE_STEPS = ("arena", *FIRST, *SECOND, "match", "instantiate")
@@ -180,7 +181,7 @@ def test_a_failing_warm_up_is_the_users_own() -> None:
     x = torch.randn(6)
     call(compiled)
     pgraph.reset()
-    (partition_runner,) = pgraph.stats.live_partitions()
+    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
     plain = partition_runner._plain
 
     def fails(args: list[Any]) -> Any:
@@ -247,7 +248,7 @@ def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
     compiled = host(lambda x: ((x * 2).cumsum(0), x + 1))
     for _ in range(2):
         compiled(torch.randn(6))
-    (partition_runner,) = pgraph.stats.live_partitions()
+    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
     (variant,) = partition_runner.variants()
     launcher, plain, made, alive = variant.launcher, partition_runner._plain, [], []
     empty = launcher._empty
@@ -278,7 +279,7 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
     compiled = host(mutating)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.stats.live_partitions()
+    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
     (variant,) = partition_runner.variants()
 
     def fails(args: list[Any]) -> Any:
@@ -305,7 +306,7 @@ def test_no_memory_between_chunks_is_the_users_own() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.stats.live_partitions()
+    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
     (variant,) = partition_runner.variants()
     steps = variant.launcher.steps
 
@@ -328,7 +329,7 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.stats.live_partitions()
+    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
     (variant,) = partition_runner.variants()
     calls = []
 
@@ -404,7 +405,7 @@ def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture)
 
 def test_out_of_memory_while_capturing_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another program's memory, soon given back."""
-    real, raised = runner.build, []
+    real, raised = partition_runner.build, []
 
     def build(*args: Any, **kwargs: Any) -> Any:
         if len(raised) < 2:
@@ -412,7 +413,7 @@ def test_out_of_memory_while_capturing_is_tried_again(monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("injected")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "build", build)
+    monkeypatch.setattr(partition_runner, "build", build)
     compiled = host(mutating, warmup=2)
     for _ in range(2 + 2 + 2):
         call(compiled)

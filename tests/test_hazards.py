@@ -14,11 +14,13 @@ from support import host, launching, same, shows, with_and_without
 from torch import Tensor
 
 import pgraph
-from pgraph import build, capture, match, runner
-from pgraph.drivers import host as host_driver
-from pgraph.drivers.base import HiddenAllocation
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.template import Slot, Template
+from pgraph.capture import build, record
+from pgraph.drivers.host import driver as host_driver
+from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.drivers.interface import HiddenAllocation
+from pgraph.runtime import partition_runner
+from pgraph.template import match
+from pgraph.template.template import Slot, Template
 
 N = 16
 SIZE = 4 * N * N  # bytes of a matrix: more than the planner's granule, so that overflow is overflow
@@ -69,7 +71,9 @@ def right(fn: Callable[..., Tensor], faults: HostFaults, compiled: Any = None) -
 
 
 def templates() -> list[Template]:
-    return [v.built.template for p in pgraph.stats.live_partitions() for v in p.variants() if v.built]
+    return [
+        v.built.template for p in pgraph.runtime.statistics.live_partitions() for v in p.variants() if v.built
+    ]
 
 
 class Canaries:
@@ -101,7 +105,7 @@ def test_hazard_1_scratch_larger_than_the_result_in_its_place(
     """The region must be as large as the scratch, or the scratch is written past its end."""
     canaries = Canaries(monkeypatch)
     if not cured:
-        monkeypatch.setattr(capture._Recorder, "add_hidden", lambda self: None)
+        monkeypatch.setattr(record._Recorder, "add_hidden", lambda self: None)
 
     def check() -> None:
         right(products, HostFaults(scratch=frozenset({"mm"})))
@@ -145,7 +149,7 @@ def test_hazard_1_address_of_a_dead_temporary_taken_by_an_output(
 
     Canaries(monkeypatch)
     if not cured:
-        monkeypatch.setattr(capture, "_merge", identity)
+        monkeypatch.setattr(record, "_merge", identity)
         monkeypatch.setattr(match._Matcher, "_following", first)
     shows(lambda: right(fn, HostFaults(reuse=True)) and None, cured)
 
@@ -251,7 +255,7 @@ def test_hazard_7_copies_and_fills_are_rebound(cured: bool, monkeypatch: pytest.
 def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each input is a region of its own, whatever it shared when it was captured."""
     Canaries(monkeypatch)
-    real = capture._Recorder.alias
+    real = record._Recorder.alias
     # By capture: not by the id of its recorder, which the second capture's may have again.
     captures: weakref.WeakKeyDictionary[Any, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -267,7 +271,7 @@ def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pyt
         return ghost
 
     if not cured:
-        monkeypatch.setattr(capture._Recorder, "alias", by_storage)
+        monkeypatch.setattr(record._Recorder, "alias", by_storage)
 
     compiled = host(products, min_ops=9)  # too small to be split around what is refused
     for _ in range(2):
@@ -287,20 +291,22 @@ def test_hazard_10_a_less_aligned_address(cured: bool, monkeypatch: pytest.Monke
     """It never meets a template that was captured with better aligned ones."""
     if not cured:
         careless = lambda self, args: [args[position].data_ptr() for position, *_ in self.tensors]  # noqa: E731
-        monkeypatch.setattr(runner.Variant, "addresses", careless)
+        monkeypatch.setattr(partition_runner.Variant, "addresses", careless)
     compiled = host(products)
     for _ in range(2):
         compiled(*matrices())
     launched: list[int] = []
-    real = runner.Launcher.__call__
+    real = partition_runner.Launcher.__call__
 
     def watch(self: Any, inputs: list[Tensor], addresses: list[int]) -> Any:
         assert addresses == [x.data_ptr() for x in inputs]
-        (variant,) = [v for p in pgraph.stats.live_partitions() for v in p.variants() if v.launcher is self]
+        (variant,) = [
+            v for p in pgraph.runtime.statistics.live_partitions() for v in p.variants() if v.launcher is self
+        ]
         launched.extend(a & mask for a, (*_, mask) in zip(addresses, variant.tensors, strict=True))
         return real(self, inputs, addresses)
 
-    monkeypatch.setattr(runner.Launcher, "__call__", watch)
+    monkeypatch.setattr(partition_runner.Launcher, "__call__", watch)
 
     def check() -> None:
         with launching(1):

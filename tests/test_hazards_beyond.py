@@ -12,12 +12,12 @@ from support import host, launching, same, shows
 from torch import Tensor
 
 import pgraph
-from pgraph import match
-from pgraph.drivers import host as host_driver
-from pgraph.drivers import host_nodes
-from pgraph.drivers.base import UNIT
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.template import Slot
+from pgraph.drivers.host import driver as host_driver
+from pgraph.drivers.host import nodes
+from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.drivers.interface import UNIT
+from pgraph.template import match
+from pgraph.template.template import Slot
 
 SCRATCH = host_driver._SCRATCH
 GUARD = host_driver._GUARD
@@ -65,7 +65,7 @@ def inside_only(patch: pytest.MonkeyPatch) -> None:
 def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that would read or write a ghost, and crash, fails the check instead."""
     ranges: list[tuple[int, int]] = []
-    make, at = host_driver.HostArena.__init__, host_nodes._tensor_at
+    make, at = host_driver.HostArena.__init__, nodes._tensor_at
 
     def noting(self: Any, layout: int) -> None:
         make(self, layout)
@@ -76,7 +76,7 @@ def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         return at(address, *layout)
 
     monkeypatch.setattr(host_driver.HostArena, "__init__", noting)
-    monkeypatch.setattr(host_nodes, "_tensor_at", guarded)
+    monkeypatch.setattr(nodes, "_tensor_at", guarded)
 
 
 def fn(x: Tensor, y: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def run(faults: HostFaults, after: Callable[[], None] = lambda: None) -> None:
 
 def words_of_products() -> list[tuple[int, int]]:
     """Per product, as the last launch set them: the addresses of its scratch and of the absent operand."""
-    (variant,) = pgraph.stats.live_partitions()[0].variants()
+    (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
     found, scratch = [], 0
     for exec_ in variant.built.execs:
         for node, params in zip(exec_._nodes, exec_._params, strict=True):
@@ -162,7 +162,7 @@ def test_it_leads_into_the_neighbour_of_one_capture(monkeypatch: pytest.MonkeyPa
 def test_pointers_that_count_from_far_off(back: int) -> None:
     """These are used: the kernel adds the rest, and what it reads there are its operands."""
     run(HostFaults(origin={"mm": back, "mul": -back}))
-    (variant,) = pgraph.stats.live_partitions()[0].variants()
+    (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
     assert f"=r0{-back:+d}" in variant.built.template.render()
 
 

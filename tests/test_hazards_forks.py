@@ -12,10 +12,11 @@ from support import host, launching, same, shows, with_and_without
 from torch import Tensor
 
 import pgraph
-from pgraph import build, topology
-from pgraph.drivers import host as host_driver
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.template import Template
+from pgraph.capture import build
+from pgraph.drivers.host import driver as host_driver
+from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.template import topology
+from pgraph.template.template import Template
 
 N = 24
 
@@ -34,7 +35,7 @@ def right(fn: Callable[..., Any], aside: Sequence[str], **options: Any) -> Templ
             for _ in range(3):
                 given = inputs()
                 same(compiled(*given), fn(*given), rtol=1e-5, atol=1e-5)
-    (variant,) = pgraph.stats.live_partitions()[-1].variants()
+    (variant,) = pgraph.runtime.statistics.live_partitions()[-1].variants()
     assert variant.built is not None
     return variant.built.template
 

@@ -11,7 +11,7 @@ from support import agree, host
 from torch import Tensor
 
 import pgraph
-from pgraph.drivers.host_nodes import OpCall
+from pgraph.drivers.host.nodes import OpCall
 from pgraph.errors import DriverError
 
 Library = torch.library.Library

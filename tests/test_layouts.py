@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_native import Range, State, library
 
-from pgraph.drivers.base import ALIGNMENT, UNIT, next_start
-from pgraph.drivers.host import HostArena
+from pgraph.drivers.host.driver import HostArena
+from pgraph.drivers.interface import ALIGNMENT, UNIT, next_start
 
 __all__ = ["library"]  # the fixture
 
@@ -107,7 +107,7 @@ def test_gaps_that_do_not_count_are_found(rule: Callable[[int, int, int], int]) 
 @given(takes=TAKES, layout=st.integers(0, 1))
 def test_the_cuda_arena_counts_as_the_helper_does(takes: Takes, layout: int) -> None:
     """Its state is the helper's struct; without the helper the same rule places its ranges."""
-    cuda_ghost = pytest.importorskip("pgraph.drivers.cuda_ghost", reason="needs cuda-bindings")
+    cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
     sizes = [[(name, ctypes.sizeof(kind)) for name, kind in s._fields_] for s in (cuda_ghost._State, State)]
     assert sizes[0] == sizes[1]
     arena = cuda_ghost.CudaArena.__new__(cuda_ghost.CudaArena)

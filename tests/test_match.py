@@ -8,11 +8,11 @@ import struct
 
 import pytest
 
-from pgraph.drivers.base import UNIT, next_start
+from pgraph.drivers.interface import UNIT, next_start
 from pgraph.errors import MatchError
-from pgraph.match import RangeMap, match
-from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
-from pgraph.topology import chain
+from pgraph.template.match import RangeMap, match
+from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.template.topology import chain
 
 A, B = 0x7000_0000_0000, 0x7100_0000_0000
 FRAMEWORK = 0x7F00_0000_0000

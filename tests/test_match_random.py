@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgraph.drivers.base import next_start
+from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
-from pgraph.match import RangeMap, match
-from pgraph.template import Allocation, NodeRecord, Recording, Slot
-from pgraph.topology import chain
+from pgraph.template.match import RangeMap, match
+from pgraph.template.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template.topology import chain
 
 LOW = (0x7000_0000_0000, 0x7100_0000_0000)
 FRAMEWORK = (0x7F00_0000_0000, 1 << 16)

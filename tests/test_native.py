@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support_native import ExecEntry
 
 from pgraph import native
-from pgraph.drivers.base import UNIT, further, next_start
+from pgraph.drivers.interface import UNIT, further, next_start
 
 U64 = 0xFFFFFFFFFFFFFFFF
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)

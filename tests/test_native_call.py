@@ -17,9 +17,9 @@ from support_native import CASE, SIDE, FakeDevice, made
 
 from pgraph import compat, native
 from pgraph.errors import DriverError, LaunchError
-from pgraph.launch import Launcher
-from pgraph.launch_native import native_call
-from pgraph.variant import lazy_bits
+from pgraph.launch.interpreter import Launcher
+from pgraph.launch.native import native_call
+from pgraph.runtime.specialization import lazy_bits
 
 
 @pytest.fixture(autouse=True, scope="module")

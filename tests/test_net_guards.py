@@ -13,12 +13,12 @@ from torch import Tensor
 import pgraph
 from pgraph import native
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError, MatchError
-from pgraph.failures import before_all
-from pgraph.launch_native import native_call
-from pgraph.match import match
-from pgraph.template import Allocation, NodeRecord, Recording, Slot
-from pgraph.topology import chain
-from pgraph.variant import Variant
+from pgraph.launch.native import native_call
+from pgraph.runtime.failures import before_all
+from pgraph.runtime.specialization import Variant
+from pgraph.template.match import match
+from pgraph.template.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template.topology import chain
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_partition_that_has_begun_is_not_begun_again(
 
     for _ in range(2):
         compiled(*arguments())
-    (runner,) = pgraph.stats.live_partitions()
+    (runner,) = pgraph.runtime.statistics.live_partitions()
     (variant,) = runner.variants()
     launcher: Any = variant.launcher
     steps, ran = launcher.steps, []

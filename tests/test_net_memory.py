@@ -12,13 +12,13 @@ from support import same
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pgraph.build import build
-from pgraph.drivers.host import HostDriver, HostExec
+from pgraph.capture.build import build
+from pgraph.drivers.host.driver import HostDriver, HostExec
 from pgraph.errors import DriverError
-from pgraph.facts import GraphFacts, PartFacts
 from pgraph.options import Options
-from pgraph.plan import GRANULE
-from pgraph.runner import PartitionRunner
+from pgraph.partition.facts import GraphFacts, PartFacts
+from pgraph.runtime.partition_runner import PartitionRunner
+from pgraph.template.plan import GRANULE
 
 N = 5
 SIZE = 8 * GRANULE  # bytes of each tensor

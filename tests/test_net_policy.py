@@ -17,15 +17,15 @@ from torch import Tensor
 from torch._prims.rng_prims import run_and_save_rng_state
 
 import pgraph
-from pgraph import stats
-from pgraph.capture import record
-from pgraph.drivers.faults import HostFaults, inject
-from pgraph.drivers.host import HostDriver
+from pgraph.capture.record import record
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import CaptureError, DriverError
-from pgraph.keeping import PATIENCE, Keeper, Use
-from pgraph.partition import scan
-from pgraph.safety import refusal
-from pgraph.variant import Variant, alignments
+from pgraph.ops.safety import refusal
+from pgraph.partition.split import scan
+from pgraph.runtime import statistics
+from pgraph.runtime.keeping import PATIENCE, Keeper, Use
+from pgraph.runtime.specialization import Variant, alignments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -82,7 +82,7 @@ def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() 
         x = aligned(low)
         same(compiled(x), scaled(x))
         assert (pgraph.report().captures, pgraph.report().launches) == (captures, launches), low
-    (runner,) = stats.live_partitions()
+    (runner,) = statistics.live_partitions()
     assert sorted(v.tensors[0][3] for v in runner.variants()) == [3, 7, 15]
 
 
@@ -167,7 +167,7 @@ def test_a_size_used_more_often_of_late_takes_the_place_of_an_old_one() -> None:
     assert captures == 1 + PATIENCE
     call([90, 90, 90, n] * PATIENCE)
     assert pgraph.report().captures == captures + 1
-    (runner,) = stats.live_partitions()
+    (runner,) = statistics.live_partitions()
     assert [v.tensors[0][1][0] for v in runner.variants() if v.launcher is not None] == [90]
 
 

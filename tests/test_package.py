@@ -59,7 +59,8 @@ print(pgraph.report().launches)
 
 
 @pytest.mark.parametrize(
-    ("setting", "heard"), [("+pgraph", True), ("+pgraph.match", False), ("+pgraph.build", True)]
+    ("setting", "heard"),
+    [("+pgraph", True), ("+pgraph.template.match", False), ("+pgraph.capture.build", True)],
 )
 def test_torch_logs(setting: str, heard: bool) -> None:
     """The variable imports pgraph in the middle of torch's own import; the logs then appear."""

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_seeds
 from pgraph.errors import PgraphError
-from pgraph.partition import Const, SplitPlan, extract, scan
+from pgraph.ops.safety import refusal
+from pgraph.partition.split import Const, SplitPlan, extract, scan
 from pgraph.reasons import Reason
-from pgraph.safety import refusal
 
 aten = torch.ops.aten
 

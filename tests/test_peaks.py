@@ -9,8 +9,8 @@ import torch
 
 import pgraph
 from pgraph import drivers
-from pgraph.peaks import GhostPeaks, PeakLedger
-from pgraph.stats import Report
+from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
+from pgraph.runtime.statistics import Report
 
 
 class Allocator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import expecttest
 from support_plan import Build, layer_forward, model_backward
 
-from pgraph.plan import make_plan
+from pgraph.template.plan import make_plan
 
 
 class Snapshots(expecttest.TestCase):

@@ -13,8 +13,8 @@ from support import MLP, host, same, train
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from pgraph import ranges
-from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
+from pgraph.partition import module_names
 
 
 class Net(nn.Module):
@@ -113,7 +113,7 @@ def test_a_layer_in_a_function_has_its_path() -> None:
 
 def test_nothing_is_opened_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    monkeypatch.setattr(ranges, "record_function", lambda name: opened.append(name))
+    monkeypatch.setattr(module_names, "record_function", lambda name: opened.append(name))
     model = MLP()
     compiled = host(model)
     for _ in range(4):

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pgraph
-from pgraph import compile_graph, resplit, stats
-from pgraph.drivers.faults import HostFaults, inject
+from pgraph.compiler import compile_graph, resplit
+from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError
-from pgraph.partition import extract, scan
+from pgraph.partition.split import extract, scan
 from pgraph.reasons import Reason
+from pgraph.runtime import statistics
 
 MEMORY = ((0x5000_0000_0000, 1 << 20),)
 HIDDEN = 0x5000_0000_0040  # in MEMORY
@@ -283,7 +284,7 @@ def test_a_split_that_fails_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 def sources() -> list[weakref.ref[Any]]:
-    return [weakref.ref(p.piece._splitter) for p in stats.live_partitions() if p.piece]
+    return [weakref.ref(p.piece._splitter) for p in statistics.live_partitions() if p.piece]
 
 
 @pytest.mark.parametrize("op", [None, "cumsum"])
@@ -388,7 +389,7 @@ def test_a_refused_partition_does_not_search_again(monkeypatch: pytest.MonkeyPat
         compiled = host(around, dynamic=dynamic)
         with inject(HostFaults(fail_at="begin", fail_as="lost")):
             run(compiled, around, lambda: torch.randn(6, 3), 3)
-        (runner,) = stats.live_partitions()[-1:]
+        (runner,) = statistics.live_partitions()[-1:]
         plain = runner.stats.plain_runs
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_choose", lambda *args, **kwargs: pytest.fail("it searched"))

@@ -25,9 +25,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pgraph
-from pgraph import backend, compat, compile_graph, native
+from pgraph import backend, compat, native
+from pgraph.compiler import compile_graph
 from pgraph.options import parse
-from pgraph.seedless import unwrap
+from pgraph.rewrites.checkpoint_rng import unwrap
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgraph.topology import Topology, chain, in_order, topology
+from pgraph.template.topology import Topology, chain, in_order, topology
 
 
 def brute_joins(n: int, edges: list[tuple[int, int]]) -> tuple[int, ...]:

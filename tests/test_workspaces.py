@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pgraph import build, native
-from pgraph.drivers import cuda_workspaces
-from pgraph.drivers.host import HostDriver
-from pgraph.launch import Launcher
-from pgraph.plan import survives
-from pgraph.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
-from pgraph.topology import chain
+from pgraph import native
+from pgraph.capture import build
+from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.launch.interpreter import Launcher
+from pgraph.template.plan import survives
+from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.template.topology import chain
 
 SIZE = 1 << 20
 
@@ -60,7 +61,7 @@ def test_the_helper_is_built_where_torch_has_cuda() -> None:
     if library is None:
         pytest.skip("no C++ compiler, or PGRAPH_NATIVE=0")
     assert library.pg_drop_workspaces(0x1234, 0, 0) == 0
-    assert cuda_workspaces.kept() == frozenset()
+    assert workspaces.kept() == frozenset()
 
 
 def test_a_tensor_in_a_cycle_is_no_workspace() -> None:

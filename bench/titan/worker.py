@@ -106,9 +106,9 @@ class Inside:
 
         kinds: list[type] = [CompiledFxGraph]
         if backend == "pgraph":
-            from pgraph.graph_runner import GraphRunner
-            from pgraph.observe import PlainPart
-            from pgraph.runner import PartitionRunner
+            from pgraph.runtime.graph_runner import GraphRunner
+            from pgraph.runtime.observe import PlainPart
+            from pgraph.runtime.partition_runner import PartitionRunner
 
             kinds += [GraphRunner, PartitionRunner, PlainPart]
         for kind in kinds:

@@ -7,9 +7,9 @@ import threading
 
 import torch
 
-from pgraph.drivers.base import Driver
+from pgraph.drivers.interface import Driver
+from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
-from pgraph.peaks import GhostPeaks
 from pgraph.reasons import Reason
 
 __all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
@@ -69,11 +69,11 @@ def _get(device: torch.device) -> Driver:
     with _lock:
         if device not in _drivers:
             if device.type == "cuda":
-                from pgraph.drivers.cuda import CudaDriver
+                from pgraph.drivers.cuda.driver import CudaDriver
 
                 _drivers[device] = CudaDriver(device.index)
             else:
-                from pgraph.drivers.host import HostDriver
+                from pgraph.drivers.host.driver import HostDriver
 
                 _drivers[device] = HostDriver()
         return _drivers[device]

@@ -2,7 +2,7 @@
 
 What pays for it, measured on an H200: setting a kernel node's parameters takes 0.11-0.13 us from C
 and 0.47-0.70 us from Python. Launches work without it, through the Python path in
-`pgraph.drivers` and `pgraph.launch`; set ``PGRAPH_NATIVE=0`` to force that.
+`pgraph.drivers` and `pgraph.launch.interpreter`; set ``PGRAPH_NATIVE=0`` to force that.
 
 Three sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
 needs Python's headers (`load_call`), as Triton's own launchers do; `pgraph_workspaces.cpp` needs a C++

@@ -1,4 +1,4 @@
-/* One whole launch in C: what `pgraph.launch.Launcher` does, without the interpreter between the steps.
+/* One whole launch in C: what `pgraph.launch.interpreter.Launcher` does, without the interpreter between the steps.
  *
  * call(program, args): are these arguments right for the captured graph? If so take them out of the list,
  * allocate, rebind, launch, free, and return the results; if not, return None and touch nothing.
@@ -63,7 +63,7 @@ typedef struct {
     int64_t *frees, *releases;
 } pg_step;
 
-enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT, FROM_INPUT_VIEW, CONSTANT, RESULT, RESULT_VIEW }; /* as in pgraph.launch */
+enum { FROM_BLOCK, FROM_BLOCK_VIEW, FROM_INPUT, FROM_INPUT_VIEW, CONSTANT, RESULT, RESULT_VIEW }; /* as in pgraph.launch.interpreter */
 
 typedef struct {
     int source;

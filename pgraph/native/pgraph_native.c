@@ -112,7 +112,7 @@ typedef struct {
     uint64_t handle;   /* that allocation */
     uint64_t guard;    /* bytes left free on either side of each range */
     uint64_t unit;     /* addresses are rounded up to it */
-    uint64_t further;  /* and moved on by so much: Note [Two layouts] in pgraph/drivers/base.py */
+    uint64_t further;  /* and moved on by so much: Note [Two layouts] in pgraph/drivers/interface.py */
     uint64_t count;    /* ranges handed out */
     int64_t error;     /* first CUresult other than 0 */
     fn_map map;
@@ -124,7 +124,7 @@ static pg_arena *active; /* guarded by pgraph's capture lock */
 
 void pg_arena_activate(pg_arena *arena) { active = arena; }
 
-/* Takes `size` bytes where `next_start` of pgraph/drivers/base.py says; 0 when the range is used up. */
+/* Takes `size` bytes where `next_start` of pgraph/drivers/interface.py says; 0 when the range is used up. */
 uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t phase)
 {
     uint64_t start = (a->position + a->guard + a->unit - 1) / a->unit * a->unit + a->further + phase;

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pgraph import build, native
+from pgraph import native
+from pgraph.capture import build
 from pgraph.errors import DriverError, PlanError
 
 Kind = Literal["memory", "device"]
@@ -49,7 +50,7 @@ class Fault:
 
     def code(self) -> Any:
         """What the driver API returns."""
-        from cuda.bindings import driver as cu
+        from driver.bindings import driver as cu
 
         memory = self.kind == "memory"
         return cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY if memory else cu.CUresult.CUDA_ERROR_UNKNOWN
@@ -93,14 +94,14 @@ def _second(fault: Fault, second: bool) -> Callable[[], bool]:
 
 
 def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: bool) -> None:
-    from pgraph.drivers import cuda
+    from pgraph.drivers.cuda import driver
 
     strikes = _second(fault, second)
     if step == "begin":
-        _call(patch, cuda, "cuStreamBeginCapture", lambda: fault.code() if strikes() else None)
+        _call(patch, driver, "cuStreamBeginCapture", lambda: fault.code() if strikes() else None)
     elif step == "end":
-        real = cuda.cu.cuStreamEndCapture
-        destroy = cuda.cu.cuGraphDestroy
+        real = driver.cu.cuStreamEndCapture
+        destroy = driver.cu.cuGraphDestroy
 
         def end(stream: Any) -> Any:
             error, graph = real(stream)
@@ -109,9 +110,9 @@ def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: b
             destroy(graph)
             return fault.code(), None
 
-        patch.setattr(cuda, "cu", _Api(cuda.cu, {"cuStreamEndCapture": end}))
+        patch.setattr(driver, "cu", _Api(driver.cu, {"cuStreamEndCapture": end}))
     else:
-        run = cuda.CudaSession.run_op
+        run = driver.CudaSession.run_op
 
         def run_op(self: Any, *rest: Any) -> Any:
             result = run(self, *rest)  # the failing op has recorded and allocated already
@@ -121,16 +122,16 @@ def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: b
                     raise fault.error()
             return result
 
-        patch.setattr(cuda.CudaSession, "run_op", run_op)
+        patch.setattr(driver.CudaSession, "run_op", run_op)
 
 
 @contextlib.contextmanager
 def _launch_step(step: str, fault: Fault) -> Iterator[None]:
     """Replace a function that launches call, in the table of the native helper and in Python's list."""
-    from pgraph.drivers import cuda_exec
+    from pgraph.drivers.cuda import exec
 
     position = {"rebind": 0, "launch": 3}[step]
-    functions, table = cuda_exec._calls()
+    functions, table = exec._calls()
     real, address = functions[position], table[position]
     kind = ctypes.CFUNCTYPE(ctypes.c_int, *real.argtypes)
     call = kind(lambda *args: int(fault.code()) if fault.strikes() else real(*args))
@@ -145,7 +146,7 @@ _KEEP: list[Any] = []  # a launcher may outlive the injection
 
 
 def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
-    from pgraph.drivers import cuda, cuda_exec, cuda_ghost
+    from pgraph.drivers.cuda import driver, exec, ghost
 
     def raising(real: Callable[..., Any], error: Callable[[], Exception]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,18 +160,18 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
         return fault.error() if fault.kind == "memory" else DriverError("injected: CUDA_ERROR_UNKNOWN")
 
     if step == "arena":
-        _call(patch, cuda_ghost, "cuMemCreate", lambda: fault.code() if fault.strikes() else None)
+        _call(patch, ghost, "cuMemCreate", lambda: fault.code() if fault.strikes() else None)
     elif step == "match":
         patch.setattr(
-            cuda.CudaDriver, "framework_ranges", raising(cuda.CudaDriver.framework_ranges, device_error)
+            driver.CudaDriver, "framework_ranges", raising(driver.CudaDriver.framework_ranges, device_error)
         )
     elif step == "plan":
         wrong = MemoryError if fault.kind == "memory" else PlanError
         patch.setattr(build, "make_plan", raising(build.make_plan, lambda: wrong("injected")))
     elif step == "instantiate":
-        _call(patch, cuda_exec, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
+        _call(patch, exec, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
     elif step == "allocate":
-        calls_of = cuda.CudaDriver.native_calls
+        calls_of = driver.CudaDriver.native_calls
         # Memory without a tensor is refused: then the launch in C asks for a tensor.
         refuse = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(lambda nbytes, where: 1)
         _KEEP.append(refuse)
@@ -182,8 +183,10 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
             empty = raising(calls.empty, device_error)
             return dataclasses.replace(calls, raw_alloc=native.address_of(refuse), empty=empty)
 
-        patch.setattr(cuda.CudaDriver, "native_calls", native_calls)
-        patch.setattr(cuda.CudaDriver, "empty_strided", raising(cuda.CudaDriver.empty_strided, device_error))
+        patch.setattr(driver.CudaDriver, "native_calls", native_calls)
+        patch.setattr(
+            driver.CudaDriver, "empty_strided", raising(driver.CudaDriver.empty_strided, device_error)
+        )
     else:
         which, name = step.split()
         _capture_steps(patch, name, fault, which == "second")

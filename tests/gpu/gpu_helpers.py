@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pgraph import stats
 from pgraph.backend import backend
+from pgraph.runtime import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda", 0)
@@ -77,17 +77,17 @@ _older: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def forget_older() -> None:
     """What is alive now belongs to earlier tests (a failed one's traceback may hold on to it)."""
-    _older.update(stats.live_parts())
+    _older.update(statistics.live_parts())
 
 
 def partitions() -> list[Any]:
     """The safe partitions that this test has made."""
-    return [p for p in stats.live_partitions() if p not in _older]
+    return [p for p in statistics.live_partitions() if p not in _older]
 
 
-def report() -> stats.Report:
+def report() -> statistics.Report:
     """`pgraph.report()`, of this test only."""
-    return stats.Report(tuple(p.stats for p in stats.live_parts() if p not in _older))
+    return statistics.Report(tuple(p.stats for p in statistics.live_parts() if p not in _older))
 
 
 def built() -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 from torch.library import Library
 
-from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 
 pytestmark = pytest.mark.gpu
 

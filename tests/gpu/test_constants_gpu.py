@@ -23,7 +23,7 @@ from programs_constants import PROGRAMS, SIZED
 from support_rules import Bench
 from torch import Tensor
 
-from pgraph import operands
+from pgraph.rewrites import operands
 
 pytestmark = pytest.mark.gpu
 
@@ -152,7 +152,7 @@ def test_a_scalar_that_the_caller_brings_stays_outside(codegen: str) -> None:
     assert "cpu-scalar" in outside_codes(), explain()
 
 
-# -- what `pgraph.operands` says of CUDA's kernels ----------------------------------------------------
+# -- what `pgraph.rewrites.operands` says of CUDA's kernels ----------------------------------------
 
 TYPES = sorted(operands.PLAIN_TYPES, key=str)
 

@@ -35,12 +35,15 @@ from gpu_helpers import (
 from llama import Llama, LlamaConfig
 from torch import Tensor
 
-from pgraph import capture, drivers, match, runner
+from pgraph import drivers
+from pgraph.capture import record
+from pgraph.runtime import partition_runner
+from pgraph.template import match
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
 cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-cuda_ghost = pytest.importorskip("pgraph.drivers.cuda_ghost", reason="needs cuda-bindings")
-cuda_nodes = pytest.importorskip("pgraph.drivers.cuda_nodes", reason="needs cuda-bindings")
+cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
+cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +80,7 @@ def _record(fn: Callable[[list[Any]], Any], inputs: list[Tensor]) -> Any:
     driver = drivers._get(DEVICE)
     fn(list(inputs))
     with driver.capture_lock(), driver.arena(0) as arena:
-        return capture.record(driver, arena, fn, inputs, [256] * len(inputs))
+        return record.record(driver, arena, fn, inputs, [256] * len(inputs))
 
 
 def _scratch_then_smaller(args: list[Any]) -> list[Tensor]:
@@ -98,7 +101,7 @@ def test_addresses_are_never_reused_inside_a_capture() -> None:
 def test_addresses_would_be_reused_without_a_pool_per_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     monkeypatch.setattr(cuda_ghost.GhostPools, "refresh", lambda self: None)
-    monkeypatch.setattr(capture, "_merge", lambda ranges, n: (list(ranges), list(range(len(ranges)))))
+    monkeypatch.setattr(record, "_merge", lambda ranges, n: (list(ranges), list(range(len(ranges)))))
     assert _overlaps(_record(_scratch_then_smaller, [randn(512, 512)])), "the check above cannot fail"
 
 
@@ -141,7 +144,7 @@ def _slots_of_a_product() -> tuple[Any, ...]:
     recordings = []
     with driver.capture_lock(), driver.arena(0) as first, driver.arena(1) as second:
         for arena in (first, second):
-            recordings.append(capture.record(driver, arena, fn, inputs, [256] * 2))
+            recordings.append(record.record(driver, arena, fn, inputs, [256] * 2))
         return match.match(*recordings, framework=driver.framework_ranges(), constants=match.RangeMap([]))
 
 
@@ -172,10 +175,10 @@ def test_parameters_owned_by_the_nodes_stay_as_captured() -> None:
             seen.append([cuda_nodes.read_node(node).params for chain in chains for node in chain])
     assert_launched(5)
     assert all(now == seen[0] for now in seen[1:]), "a launch edited the graph's own nodes"
-    records = [record for b in built() for record in b.template.nodes]
-    for now, record in zip(seen[0], records, strict=True):
+    records = [node for b in built() for node in b.template.nodes]
+    for now, node in zip(seen[0], records, strict=True):
         # Copies are anchored elsewhere on purpose; a kernel is as it was captured.
-        assert record.kind != "kernel" or now == record.params, record.name
+        assert node.kind != "kernel" or now == node.params, node.name
 
 
 def test_copy_and_fill_nodes_are_rebound() -> None:
@@ -281,7 +284,7 @@ sizes = []
 for layout in (0, 1):
     try:
         with driver.capture_lock(), driver.arena(layout) as arena:
-            found = capture.record(driver, arena, fn, inputs, [256, 256])
+            found = record.record(driver, arena, fn, inputs, [256, 256])
         sizes.append(sorted(a.nbytes for a in found.allocations))
     except Exception as error:
         sizes.append(str(error))
@@ -355,8 +358,8 @@ def test_nothing_runs_while_a_capture_is_made(codegen: str, monkeypatch: pytest.
         seen.extend("same" if same_bits(x, y) else "changed" for x, y in zip(tensors, before, strict=True))
         return made
 
-    real = runner.build
-    monkeypatch.setattr(runner, "build", watched)
+    real = partition_runner.build
+    monkeypatch.setattr(partition_runner, "build", watched)
 
     def fn(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
         count.add_(1)

@@ -22,7 +22,7 @@ from gpu_helpers import (
 from torch import Tensor
 
 from pgraph import compat
-from pgraph.safety import mark_unsafe, unmark_unsafe
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 
 pytestmark = pytest.mark.gpu
 

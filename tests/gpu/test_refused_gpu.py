@@ -21,7 +21,7 @@ from gpu_helpers import (
 from torch import Tensor
 
 import pgraph
-from pgraph.safety import unmark_unsafe
+from pgraph.ops.safety import unmark_unsafe
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import pgraph
 from pgraph import native
-from pgraph.drivers import cuda_workspaces
+from pgraph.drivers.cuda import workspaces
 
 pytestmark = pytest.mark.gpu
 
@@ -341,7 +341,7 @@ def test_others_keep_their_workspaces() -> None:
         compiled(x, w).sum().backward()
     assert_launched(2)
     assert _workspaces() == before
-    assert before <= cuda_workspaces.kept()
+    assert before <= workspaces.kept()
 
 
 def _product_elsewhere(x: Tensor, *, joined: bool = True, fails: bool = False) -> Tensor:

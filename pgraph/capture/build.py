@@ -1,0 +1,204 @@
+"""From a partition's code to something that can be launched: capture twice, match, plan, instantiate.
+
+Each step either succeeds or raises an error with a `Reason`; nothing has run by then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pgraph.capture.culprit import culprit_of
+from pgraph.capture.record import record
+from pgraph.drivers.interface import Driver, Exec
+from pgraph.errors import MatchError
+from pgraph.template.match import RangeMap, match
+from pgraph.template.plan import Lifetime, Plan, make_plan, survives
+from pgraph.template.template import Recording, Region, Slot, Template
+from pgraph.template.topology import Topology
+
+__all__ = ["Built", "build"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """A template with one exec per chunk of its plan (Note [Freed by reference]).
+
+    Args:
+        seconds: from the first capture to the last instantiation.
+    """
+
+    template: Template
+    execs: tuple[Exec, ...]
+    driver: Driver
+    seconds: float
+
+
+def build(
+    driver: Driver,
+    fn: Callable[[list[Any]], Sequence[Any]],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    *,
+    namespaces: Sequence[dict[str, Any]] = (),
+    constants: Sequence[torch.Tensor] = (),
+    kept_inputs: frozenset[int] = frozenset(),
+    slack_bytes: int = 4 << 20,
+) -> Built:
+    """Capture `fn` twice and make it launchable.
+
+    Args:
+        driver: where.
+        fn: the partition's code; takes one list and empties it.
+        inputs: today's arguments; only their layout is read.
+        alignments: see `pgraph.capture.record.record`.
+        namespaces: see `pgraph.capture.record.record`.
+        constants: tensors that the code holds for as long as it lives.
+        kept_inputs: positions among the device tensors in `inputs` whose memory the caller keeps
+            (parameters): the plan need not wait for their release.
+        slack_bytes: see `pgraph.template.plan.make_plan`.
+
+    Raises:
+        CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
+    """
+    start = time.perf_counter()
+    with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
+        first = record(driver, first_arena, fn, inputs, alignments, namespaces)
+        second = record(driver, second_arena, fn, inputs, alignments, namespaces)
+        slots = _slots(driver, first, second, constants)
+        shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+        template = _template(first, second, slots, kept_inputs, shared, slack_bytes)
+        execs = tuple(
+            driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
+            for chunk in template.plan.chunks
+        )
+    built = Built(template, execs, driver, time.perf_counter() - start)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
+    return built
+
+
+def _slots(
+    driver: Driver, first: Recording, second: Recording, constants: Sequence[torch.Tensor]
+) -> tuple[Slot, ...]:
+    """Raises MatchError, with the op at fault where one is."""
+    try:
+        return match(
+            first,
+            second,
+            framework=driver.framework_ranges(),
+            workspaces=driver.workspaces(),
+            constants=RangeMap([_storage(t) for t in constants]),
+        )
+    except MatchError as e:
+        raise MatchError(e.reason, node=e.node, culprit=culprit_of(first, second, e.node)) from None
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes(), 0
+
+
+def _shared(inputs: Sequence[torch.Tensor]) -> list[int]:
+    """For each input the first one in the same storage: autograd saves a tensor and its alias as two."""
+    first: dict[int, int] = {}
+    # Empty storages have no address and share nothing.
+    addresses = [t.untyped_storage().data_ptr() or -i for i, t in enumerate(inputs, 1)]
+    return [first.setdefault(address, i) for i, address in enumerate(addresses)]
+
+
+def _template(
+    a: Recording,
+    b: Recording,
+    slots: tuple[Slot, ...],
+    kept_inputs: frozenset[int],
+    shared: Sequence[int],
+    slack_bytes: int,
+) -> Template:
+    n = len(a.nodes)
+    returned = {o.region for o in a.outputs if o.region is not None}
+    returned_inputs = {o.input for o in a.outputs if o.input is not None}
+    regions = []
+    for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
+        end = n if x.death is None or y.death is None else max(x.death, y.death)
+        if i < a.n_inputs:
+            keep = i in kept_inputs or i in returned_inputs or x.death is None
+            regions.append(Region(i, "input", x.nbytes, 0, survives(n) if keep else end))
+        elif i in returned:
+            regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
+        else:
+            regions.append(Region(i, "temp", x.nbytes, x.birth, end))
+    slots = _lend(regions, slots, _workspaces(a, b), (*a.steps, n))
+    plan = _plan(a.order, regions, slots, shared, slack_bytes)
+    return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
+
+
+def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
+    pairs = enumerate(zip(a.allocations, b.allocations, strict=True))
+    return frozenset(i for i, (x, y) in pairs if x.library and y.library)
+
+
+def _lend(
+    regions: list[Region], slots: tuple[Slot, ...], workspaces: frozenset[int], steps: tuple[int, ...]
+) -> tuple[Slot, ...]:
+    """Add to `regions` a workspace for each op that uses one; returns the slots that name them.
+
+    Note [A workspace for each op]
+    A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
+    As one region it would live from the first product to the last, and come on top of what eager needs.
+    """
+    lent: dict[tuple[int, int], int] = {}
+    moved = []
+    for slot in slots:
+        if slot.region in workspaces:
+            key = slot.region, bisect.bisect_right(steps, slot.node)
+            slot = dataclasses.replace(slot, region=lent.setdefault(key, len(regions) + len(lent)))
+        moved.append(slot)
+    for (whole, step), index in lent.items():
+        birth, death = steps[step - 1] if step else 0, steps[step]
+        regions.append(Region(index, "temp", regions[whole].nbytes, birth, death))
+    return tuple(moved)
+
+
+def _plan(
+    order: Topology,
+    regions: Sequence[Region],
+    slots: tuple[Slot, ...],
+    shared: Sequence[int],
+    slack_bytes: int,
+) -> Plan:
+    """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
+    # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
+    # later calls: that concerns how well the memory is planned, not what is right.
+    last = {first: i for i, first in sorted(enumerate(shared), key=lambda pair: regions[pair[0]].death)}
+    largest: dict[int, int] = {}
+    for i, first in enumerate(shared):
+        largest[first] = max(largest.get(first, 0), regions[i].nbytes)
+    held = {i: largest[first] if last[first] == i else 0 for i, first in enumerate(shared)}
+    # A temporary that no node names has no reader and no writer: it needs no memory.
+    named = {s.region for s in slots}
+    n = len(order.joins) - 1
+    lifetimes = [
+        Lifetime(
+            r.index,
+            held.get(r.index, r.nbytes),
+            order.index(r.birth),
+            survives(n) if r.death == survives(order.n_nodes) else order.index(r.death),
+            r.kind,
+        )
+        for r in regions
+        if r.kind != "temp" or r.index in named
+    ]
+    plan = make_plan(n, lifetimes, slack_bytes=slack_bytes)
+    chunks = (
+        dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
+    )
+    return dataclasses.replace(plan, chunks=tuple(chunks))

@@ -1,0 +1,127 @@
+"""Which op made a capture fail, and which nodes of the traced graph that op came from.
+
+Note [One op to blame]
+A refusal names a node of the recording or the op that was being dispatched. From there to the graph that was
+compiled there is no thread to follow: Inductor renames, fuses and reorders. So the op is looked up by name,
+then by the types and shapes of its tensors, then by strides and other arguments, as long as something is left
+that agrees. Nothing is proved by that, and nothing has to be: a wrong guess costs a compilation, and what is
+captured around it is proved like any other capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from pgraph.ops.fx import is_neutral, op_name, op_of
+from pgraph.template.template import Dispatch, Recording
+
+__all__ = ["culprit_of", "dispatch_at", "dispatch_of", "nodes_of"]
+
+# What Inductor calls is often a sibling of what was traced: a sum moves into a product and out again.
+_SIBLINGS: Final = (
+    frozenset({"aten::mm", "aten::addmm", "aten::_int_mm"}),
+    frozenset({"aten::bmm", "aten::baddbmm"}),
+    frozenset({"aten::convolution", "aten::_convolution", "aten::cudnn_convolution"}),
+)
+_LITERALS = (int, float, bool, str, complex)
+
+
+def dispatch_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], first: int, end: int) -> Dispatch:
+    """A dispatched call in plain words, without its ``out=``; it holds no tensor."""
+    targets = {a.name for a in op._schema.arguments if a.is_out} if isinstance(op, OpOverload) else set()
+    leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in targets}))
+    tensors = tuple(
+        (t.dtype, tuple(t.size()), tuple(t.stride()) if t.layout == torch.strided else ())
+        for t in leaves
+        if isinstance(t, torch.Tensor)
+    )
+    return Dispatch(op_name(op), first, end, tensors, tuple(x for x in leaves if type(x) in _LITERALS))
+
+
+def dispatch_at(ops: Sequence[Dispatch], node: int | None) -> Dispatch | None:
+    """The op that recorded a node; None for a generated kernel's."""
+    return next((op for op in ops if node is not None and op.first <= node < op.end), None)
+
+
+def culprit_of(first: Recording, second: Recording, node: int | None) -> Dispatch | None:
+    """The op at fault where two recordings do not match.
+
+    Args:
+        node: position of the node that differs, if it is one; else the first op that recorded another
+            number of nodes.
+    """
+    if node is not None:
+        return dispatch_at(first.ops, node)
+    for a, b in zip(first.ops, second.ops, strict=False):
+        if (a.op, a.first, a.end) != (b.op, b.first, b.end):
+            return a if (a.op, a.first) == (b.op, b.first) else None
+    return None
+
+
+def nodes_of(culprit: Dispatch, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that may have become this op; all those that look alike, since they fail alike.
+
+    Args:
+        nodes: of a partition, with ``meta["val"]``.
+
+    Returns:
+        None of them, if no name fits.
+    """
+    work = [node for node in nodes if not is_neutral(node)]
+    found = [node for node in work if op_name(op_of(node)) == culprit.op]
+    if not found:
+        siblings = frozenset().union(*(group for group in _SIBLINGS if culprit.op in group))
+        found = [
+            node for node in work if op_name(op_of(node)) in siblings and _like(node, culprit) >= _SHAPES
+        ]
+    return _best(found, lambda node: _like(node, culprit))
+
+
+_SHAPES, _STRIDES, _ALL = 1, 2, 3
+
+
+def _best(nodes: list[Node], score: Callable[[Node], int]) -> list[Node]:
+    scores = [score(node) for node in nodes]
+    return [node for node, s in zip(nodes, scores, strict=True) if s == max(scores)]
+
+
+def _like(node: Node, culprit: Dispatch) -> int:
+    """How far a node's arguments agree with a call's: not, in shapes, in strides too, in all."""
+    leaves = [
+        leaf.meta.get("val") if isinstance(leaf, Node) else leaf
+        for leaf in tree_leaves((node.args, node.kwargs))
+    ]
+    mine = [value for value in leaves if isinstance(value, torch.Tensor)]
+    theirs = culprit.tensors
+    if op_name(op_of(node)) != culprit.op:
+        operands = ((mine[:2], theirs[:2]), (mine[-2:], theirs[-2:]))
+        return _SHAPES if any(_shapes_agree(*pair) for pair in operands) else 0
+    if not _shapes_agree(mine, theirs):
+        return 0
+    if not all(
+        _agree(tuple(t.stride()) if t.layout == torch.strided else (), stride)
+        for t, (_, _, stride) in zip(mine, theirs, strict=True)
+    ):
+        return _SHAPES
+    literals = [value for value in leaves if type(value) in _LITERALS]
+    return _ALL if _agree(literals, culprit.literals) else _STRIDES
+
+
+def _shapes_agree(tensors: Sequence[torch.Tensor], layouts: Sequence[Any]) -> bool:
+    return len(tensors) == len(layouts) and all(
+        t.dtype == dtype and _agree(tuple(t.size()), size)
+        for t, (dtype, size, _) in zip(tensors, layouts, strict=True)
+    )
+
+
+def _agree(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Equal as far as it is known: a symbol agrees with any number."""
+    return len(mine) == len(theirs) and all(
+        isinstance(a, torch.SymInt) or a == b for a, b in zip(mine, theirs, strict=True)
+    )

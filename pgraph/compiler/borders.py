@@ -1,0 +1,130 @@
+"""What the values look like that go from one part of a graph to another, and to the backward.
+
+Note [Borders]
+Every part is compiled on its own, for inputs of certain strides, and Inductor's code stops (or computes
+wrongly, if its checks are off) on any others. The trace says strides, and they are not always those of
+today: Inductor pads what a forward saves, and what it returns as a view of a padded buffer, and it lays out
+convolutions as it likes. So no stride is taken for granted:
+
+* AOTAutograd compiles a backward with example inputs that have the strides which the forward reported.
+  The traced values are brought up to date with them (`bring_up_to_date`), as Inductor does by itself.
+* The parts are compiled in the order in which they run. Inductor reports which strides the results of each
+  have; with those later parts are compiled (Inductor traces anew inside of each), and those are reported
+  to AOTAutograd, which compiles the backward for them.
+* What the user sees, and what `as_strided` reads, has to have the strides of the trace. Where Inductor
+  reports others, or none, the code makes a copy with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+
+from pgraph import compat
+from pgraph.compat import Strides
+from pgraph.compiler.strides import dense, keep_strides
+from pgraph.ops import op_names
+from pgraph.ops.fx import op_name, unbacked
+from pgraph.partition.split import Call, SplitPlan
+from pgraph.rewrites.storage_owners import owner_of
+from pgraph.runtime.partition_runner import Boxed
+
+__all__ = ["Borders", "CompilePart", "bring_up_to_date"]
+
+# (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
+CompilePart = Callable[[GraphModule, Sequence[Any], "Sequence[int] | None"], Boxed]
+
+
+def bring_up_to_date(gm: GraphModule, inputs: Sequence[Any]) -> None:
+    """Trace `gm` anew, in place, if its inputs are laid out otherwise than when it was traced.
+
+    A view may have become impossible: views are turned into reshapes, as Inductor does.
+    """
+    traced = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    pairs = zip(traced, inputs, strict=True)
+    if any(_strided(was) and _strided(now) and not _same(was, now.stride()) for was, now in pairs):
+        compat.propagate(gm, inputs)
+
+
+class Borders:
+    """The traced values of a split graph, with the strides that they have when the code runs.
+
+    Args:
+        gm: what was split.
+        inputs: example inputs of the whole graph; None where the compiler of the parts chooses no strides.
+        split: its parts, which `compile` is to be given in order.
+    """
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any] | None, split: SplitPlan) -> None:
+        self._split = split
+        self._told = inputs is not None
+        self._values: list[Any] = [None] * split.n_slots
+        traced = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+        for slot, was, now in zip(split.input_slots, traced, inputs or traced, strict=True):
+            self._values[slot] = now if isinstance(now, torch.Tensor) else was
+        self._returned = {slot for slot in split.output_slots if isinstance(slot, int)}
+        visible = gm.graph.output_node().meta.get("user_visible_output_idxs", range(len(split.output_slots)))
+        self._exact = {slot for at, slot in enumerate(split.output_slots) if at in visible}
+        self._exact |= {slot for call in split.calls for slot in _read_as_storage(call)}
+
+    def inputs(self, call: Call) -> list[Any]:
+        """The traced values that a part takes, as they will be; its turn must have come."""
+        return [self._values[slot] for slot in call.inputs]
+
+    def compile(self, call: Call, compiler: CompilePart, fixed: Sequence[int] | None) -> Boxed:
+        """The code of the next part, whose results have the strides that later parts are compiled for."""
+        inputs = self.inputs(call)
+        returned: Any = call.module.graph.output_node().args[0]
+        outputs = [node.meta.get("val") for node in returned]  # before a compiler rewrites the module
+        code = compiler(call.module, inputs, fixed)
+        for slot, value in zip(call.outputs, outputs, strict=True):
+            self._values[slot] = value
+        if not self._told:
+            return code
+        found = compat.returned_strides(code, [*inputs, *outputs])
+        if found is None or len(found) != len(outputs):
+            found = [None] * len(outputs)
+        copied: dict[int, Strides | None] = {}
+        for position, (slot, value, strides) in enumerate(zip(call.outputs, outputs, found, strict=True)):
+            if not _strided(value) or (strides is not None and _same(value, strides)):
+                continue
+            if slot in self._exact:
+                copied[position] = value.stride()
+            elif strides is not None:
+                self._values[slot] = compat.restrided(value, strides)
+            elif slot in self._returned or not any(unbacked(stride) for stride in value.stride()):
+                copied[position] = value.stride()
+            else:  # strides without a name: what no sizes tell (Note [Strides that depend on data])
+                copied[position] = None
+                self._values[slot] = compat.restrided(value, dense(value.size()))
+        return keep_strides(code, inputs, outputs, copied) if copied else code
+
+    def output_strides(self) -> list[Strides | None]:
+        """For each output of the whole graph: its strides, None where nobody can tell."""
+        values = [self._values[o] if isinstance(o, int) else None for o in self._split.output_slots]
+        strides = [value.stride() if _strided(value) else None for value in values]
+        return [None if any(unbacked(stride) for stride in found or ()) else found for found in strides]
+
+
+def _strided(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _same(value: torch.Tensor, strides: Strides) -> bool:
+    """Whether they are the value's for certain; nobody reads the stride of a dimension of size 1."""
+    return all(
+        compat.same_number(mine, theirs) or compat.same_number(size, 1)
+        for size, mine, theirs in zip(value.size(), value.stride(), strides, strict=True)
+    )
+
+
+def _read_as_storage(call: Call) -> set[int]:
+    """The slots whose storage a part reads by numbers of its own."""
+    slot_of = dict(zip(call.module.graph.find_nodes(op="placeholder"), call.inputs, strict=True))
+    readers = (node for node in call.module.graph.nodes if isinstance(node.target, OpOverload))
+    owners = (owner_of(node.args[0]) for node in readers if op_name(node.target) in op_names.STORAGE_OFFSETS)
+    return {slot_of[owner] for owner in owners if owner in slot_of}

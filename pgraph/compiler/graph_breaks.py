@@ -1,0 +1,101 @@
+"""Graph breaks: where Dynamo ends a graph and lets Python go on, as reasons with a fix.
+
+Dynamo's own text names its settings; what a user of graphs needs is the change to the program. Breaks
+of a known kind get that, the others keep Dynamo's first hint.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from pgraph import compat
+from pgraph.ops.fx import FRAME, user_frame
+from pgraph.reasons import Reason
+
+__all__ = ["break_of", "from_log"]
+
+CODE: Final = "graph-break"
+_OPTIMIZER: Final = "/torch/optim/"
+
+# (how Dynamo's text begins or what it contains, what is wrong, what to change)
+_KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
+    (
+        r"Tensor\.item\(\)|_local_scalar_dense",
+        "Tensor.item() reads a value on the host",
+        "keep the value in a tensor: x * s instead of x * s.item(), torch.where instead of if",
+    ),
+    (
+        r"Dynamic shape operator.*aten\.(nonzero|masked_select)",
+        "indexing by a mask (or nonzero) has a result whose shape depends on data",
+        "use torch.where, masked_fill, or integer indices",
+    ),
+    (
+        r"Dynamic shape operator.*`([\w.:]+)`",
+        "{0} has a result whose shape depends on data",
+        "use an op with a fixed shape: torch.where, topk, or a padded result",
+    ),
+    (
+        r"generic_jump|[Dd]ata[- ]dependent (branching|jump|control)",
+        "a branch depends on a tensor's value, which the host must wait for",
+        "use torch.where, or decide outside the compiled region",
+    ),
+    (
+        r"Tensor\.backward\(\)",
+        "backward() is called inside the compiled function",
+        "compile the model and the loss, and call backward() outside",
+    ),
+    (
+        r"wrap RNN, GRU, or LSTM",
+        "Dynamo does not trace torch.nn.RNN, GRU and LSTM",
+        "write the cell with plain ops, e.g. torch.nn.LSTMCell in a loop",
+    ),
+    (
+        r"builtin `?print",
+        "print() is called inside the compiled function",
+        "print outside the compiled region",
+    ),
+)
+
+
+def break_of(gm: Any) -> Reason | None:
+    """Why Dynamo ended this graph before its function did; None if it did not."""
+    found = compat.graph_break(gm)
+    if found is None:
+        return None
+    text, stack = found
+    if stack and _OPTIMIZER in stack[-1].filename.replace("\\", "/"):
+        where = user_frame([(frame.filename, frame.lineno) for frame in stack])
+        fix = "compile the step by itself: torch.compile(lambda: optimizer.step())"
+        return Reason(CODE, "Optimizer.step() breaks the graph before it begins its own", fix, where)
+    return _reason(text, user_frame([(frame.filename, frame.lineno) for frame in stack]))
+
+
+def from_log(message: str) -> Reason | None:
+    """What Dynamo logs about a break as a reason; None if the message is about something else."""
+    head, _, traceback = message.partition("User code traceback:")
+    _, marked, text = head.partition("Graph Break Reason: ")
+    if not marked:
+        return None
+    if re.match(rf"\s*Graph break\b[^\n]* in user code at [^\n]*{_OPTIMIZER}", head):
+        return None  # what it does around each step; a graph that it cuts off says so itself
+    # A break that cannot be handled names two: what broke, and why it could not go on after it.
+    text = text.split("Graph break encountered:")[-1].split("*** While handling this graph break")[0]
+    text = re.sub(r"^\s*Encountered graph break when attempting to trace [^\n]*\n", "", text)
+    # Dynamo leaves the traceback out where it broke before.
+    frames = FRAME.findall(traceback) or re.findall(r"in user code at (.+):(\d+)", head)
+    return _reason(text, user_frame(frames))
+
+
+def _reason(text: str, where: str | None) -> Reason:
+    flat = " ".join(text.split())
+    for pattern, sentence, fix in _KNOWN:
+        found = re.search(pattern, flat)
+        if found:
+            return Reason(CODE, sentence.format(*found.groups()), fix, where)
+    hint = re.search(r"Hint: (.*?)\.?\s*(?:Hint:|Developer debug context:|For more details|$)", flat)
+    cause = re.split(r" Explanation:", flat)[0].rstrip(".") or "the graph ends here"
+    explained = re.search(r"Explanation: (.*?)\.?\s*(?:Hint:|Developer debug context:|$)", flat)
+    sentence = f"{cause}: {explained[1]}" if explained else cause
+    fix = hint[1] if hint else "keep it outside the compiled region, or run with TORCH_LOGS=graph_breaks"
+    return Reason(CODE, sentence, fix, where)

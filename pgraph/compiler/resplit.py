@@ -1,0 +1,362 @@
+"""One refused op costs one op: a partition whose capture is refused is split once more, around that op.
+
+Note [Split by itself]
+The safety rules know many ops that no graph can hold, and not all. What they miss shows when a partition is
+captured, by when its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
+its first capture is made or refused. If the refusal names an op (`pgraph.capture.culprit`), the copy is cut
+around it and all ops like it, the pieces are compiled as the parts of a graph are, and run in the
+partition's place: plainly first, then captured. A refused piece has the same partition cut anew, around what
+was found before, too. That happens three times per graph at most, and only before anything of the partition
+was captured.
+
+The pieces hand out what the partition did: results have the strides that its code gave them, for whatever
+takes them was compiled for those. Where none of the pieces can be captured, the partition's own code is
+back: it has fewer calls, and Inductor fused more of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from pgraph import compat
+from pgraph.capture.culprit import nodes_of
+from pgraph.compiler.borders import bring_up_to_date
+from pgraph.ops.fx import is_getitem, is_neutral, is_structural, op_name, op_of, user_line
+from pgraph.options import Options
+from pgraph.partition.facts import PartFacts, Step, respliced, split_facts
+from pgraph.partition.split import Const, SplitPlan, extract, scan
+from pgraph.reasons import Reason
+from pgraph.runtime import statistics
+from pgraph.runtime.graph_runner import GraphRunner
+from pgraph.runtime.partition_runner import Boxed, PartitionRunner
+from pgraph.template.template import Dispatch
+from pgraph.text import amount
+
+__all__ = ["SPLITS", "Account", "Memory", "Piece", "Source", "Splitter", "as_before"]
+
+log = logging.getLogger(__name__)
+
+SPLITS = 3
+"""How often one ATen graph is split by itself, at most: each split compiles part of it once more."""
+
+
+class Account:
+    """What the partitions of one ATen graph share.
+
+    Args:
+        splits: made, or tried.
+        found: names of the ops that made captures fail.
+        lock: held while one of them is split; never waited for.
+    """
+
+    def __init__(self) -> None:
+        self.splits = 0
+        self.found: set[str] = set()
+        self.lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Inputs of a part, by position, of which something is known.
+
+    Args:
+        static: memory that the caller keeps.
+        donated: the part's code may overwrite them.
+        gradients: nobody guards what they are like (Note [What nobody guards]).
+    """
+
+    static: frozenset[int]
+    donated: frozenset[int]
+    gradients: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What it takes to compile a partition once more.
+
+    Args:
+        graph: a copy that nobody has changed.
+        inputs: example inputs.
+        memory: of the inputs.
+        first: device ops of the whole graph that run before it.
+        traced: see `pgraph.compat.compiling_again`.
+        options: of this compilation.
+        assemble: (graph, parts, facts, memory of the inputs) -> runners.
+    """
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    memory: Memory
+    first: int
+    traced: compat.Tracing
+    options: Options
+    assemble: Callable[[GraphModule, SplitPlan, Sequence[PartFacts], Memory], list[Any]]
+
+
+class Piece:
+    """The partition itself, or what runs in its place since it was split, and the way back to its source.
+
+    Args:
+        splitter: of the partition.
+        nodes: of the source's graph that it consists of.
+    """
+
+    def __init__(self, splitter: Splitter, nodes: Sequence[Node]) -> None:
+        self._splitter = splitter
+        self.nodes = tuple(nodes)
+
+    def captured(self) -> None:
+        """It was; its part of the source is not needed any more."""
+        self._splitter.settled(self, None)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Whether it may be split now, and not while another thread splits the same graph."""
+        lock = self._splitter.account.lock
+        mine = lock.acquire(blocking=False)
+        try:
+            yield mine
+        finally:
+            if mine:
+                lock.release()
+
+    def refused(self, reason: Reason, culprit: Dispatch | None) -> Reason | None:
+        """Its capture was refused: split, if that helps. Call it in its turn and without locks.
+
+        Returns:
+            None if others run in its place now; else why it runs plainly from now on.
+        """
+        return self._splitter.refused(self, reason, culprit)
+
+
+class _Declined(Exception):  # noqa: N818 - no error: its text says why there is no split
+    pass
+
+
+class Splitter:
+    """Splits one partition, again and again if need be. Those of its pieces that wait keep it alive.
+
+    Args:
+        owner: the partition as it was compiled first.
+        source: to compile it from once more.
+        account: of its graph.
+    """
+
+    def __init__(self, owner: PartitionRunner, source: Source, account: Account) -> None:
+        self.account = account
+        self._owner = weakref.ref(owner)
+        self._source = source
+        self._body = tuple(node for node in source.graph.graph.nodes if not is_structural(node))
+        self._refused: dict[Node, Reason] = {}
+        self._runners: list[weakref.ref[Any]] = []
+        self._open: set[Piece] = set()
+        self._some = False  # whether one of the pieces is captured
+        self._splits, self._seconds = 0, 0.0
+        self._watch([(owner, self._body)])
+
+    def settled(self, piece: Piece, reason: Reason | None) -> bool:
+        """A piece is captured (no reason), or runs plainly for good.
+
+        Returns:
+            Whether the partition is back in place of its pieces.
+        """
+        owner = self._owner()
+        if piece not in self._open or owner is None:
+            return False  # of an earlier split
+        self._open.discard(piece)
+        self._some = self._some or reason is None
+        if self._open or not self._splits:
+            return False
+        if reason is None or self._some:
+            owner.retire()
+            return False
+        self._undo(owner, reason)
+        return True
+
+    def refused(self, piece: Piece, reason: Reason, culprit: Dispatch | None) -> Reason | None:
+        """See `Piece.refused`."""
+        owner = self._owner()
+        if piece not in self._open or owner is None:
+            return reason
+        told: Reason | None = reason
+        try:
+            refused = self._around(piece, reason, culprit) if culprit is not None else {}
+            if refused:
+                self._divide(owner, refused)
+                log.warning(
+                    "%s was split in %.1f s to keep %s outside: %s",
+                    owner.name,
+                    self._seconds,
+                    culprit.op if culprit is not None else "",
+                    reason,
+                )
+                return None
+        except _Declined as e:
+            told = _more(reason, str(e))
+        except Exception as e:
+            log.debug("the split failed", exc_info=True)
+            told = _more(reason, f"to split the graph around it failed: {_first_line(e)}")
+        return None if self.settled(piece, told) else told
+
+    def _watch(self, pieces: Sequence[tuple[PartitionRunner, Sequence[Node]]]) -> None:
+        self._some = False
+        self._open = set()
+        for runner, nodes in pieces:
+            runner.piece = Piece(self, nodes)
+            self._open.add(runner.piece)
+
+    # -- one split -----------------------------------------------------------------------------
+
+    def _around(self, piece: Piece, reason: Reason, culprit: Dispatch) -> dict[Node, Reason]:
+        """What stays outside from now on, and why; empty if nothing of the piece would be left.
+
+        What is refused a second time in one graph is refused for another shape: it goes altogether.
+        """
+        alike = nodes_of(culprit, piece.nodes)
+        names = {op_name(op_of(node)) for node in alike}
+        choices = [[*alike, *nodes_of(culprit, self._body)], alike[culprit.nth : culprit.nth + 1]]
+        if culprit.op in self.account.found:
+            choices.insert(0, [node for node in self._body if op_name(op_of(node)) in names])
+        for chosen in choices if alike else ():
+            refused = {**self._refused, **{node: _kept_outside(reason, node) for node in chosen}}
+            parts = scan(self._source.graph.graph, refused.get, min_ops=self._source.options.min_ops)
+            if any(part.safe and not set(part.nodes).isdisjoint(piece.nodes) for part in parts):
+                if self.account.splits >= SPLITS:
+                    raise _Declined(f"pgraph has split the graph {amount(SPLITS, 'time')} already")
+                self.account.splits += 1
+                self.account.found.add(culprit.op)
+                return refused
+        return {}
+
+    def _divide(self, owner: PartitionRunner, refused: dict[Node, Reason]) -> None:
+        """Compile the pieces and have them run in the partition's place.
+
+        Raises:
+            _Declined: they could not do for it.
+        """
+        start = time.perf_counter()
+        source, graph = self._source, self._source.graph
+        with compat.compiling_again(source.traced) as assumes_more:
+            if source.options.codegen != "aten":
+                bring_up_to_date(graph, source.inputs)
+            parts = scan(graph.graph, refused.get, min_ops=source.options.min_ops)
+            facts = split_facts(owner.stats.facts, source.first, parts, refused)
+            split = extract(graph, parts)
+            runners = source.assemble(graph, split, facts, source.memory)
+            if assumes_more():
+                raise _Declined("its parts would be right for some sizes only")
+        run: Boxed = GraphRunner(split, runners)
+        if source.options.codegen != "aten":
+            run = as_before(run, split, owner.code, [runner.code for runner in runners])
+        for old in (owner, *(ref() for ref in self._runners)):
+            if old is not None:
+                statistics.unregister(old)
+        self._refused = refused
+        self._runners = [weakref.ref(runner) for runner in runners]
+        self._splits += 1
+        self._seconds += time.perf_counter() - start
+        runners[0].stats.splits, runners[0].stats.split_s = self._splits, self._seconds
+        statistics.renew(facts[0].graph)
+        safe = [(r, p.nodes) for r, p in zip(runners, parts, strict=True) if isinstance(r, PartitionRunner)]
+        self._watch(safe)
+        owner.replace(run)
+
+    def _undo(self, owner: PartitionRunner, reason: Reason) -> None:
+        graph = owner.stats.facts.graph
+        for runner in (ref() for ref in self._runners):
+            if runner is not None:
+                graph = runner.stats.facts.graph  # as it is by now
+                statistics.unregister(runner)
+        ops = owner.stats.facts.device_ops
+        owner.stats.facts = dataclasses.replace(owner.stats.facts, graph=graph)
+        owner.stats.splits, owner.stats.split_s = self._splits, self._seconds
+        statistics.register(owner)
+        statistics.renew(respliced(graph, self._source.first, ops, [Step(ops, None)]))
+        times = amount(self._splits, "time")
+        owner.give_up(_more(reason, f"pgraph split the graph {times}, and no part of it could be captured"))
+
+
+def _more(reason: Reason, text: str) -> Reason:
+    return dataclasses.replace(reason, sentence=f"{reason.sentence}; {text}")
+
+
+def _kept_outside(reason: Reason, node: Node) -> Reason:
+    """The reason of a refused capture as that of one op that stays outside."""
+    return Reason(
+        reason.code,
+        f"{reason.sentence}; pgraph split the graph around it by itself",
+        f"{reason.fix} (done for this graph; a mark set before it is compiled saves compiling it twice)",
+        user_line(node) or reason.where,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def as_before(run: Boxed, split: SplitPlan, code: Any, pieces: Sequence[Any]) -> Boxed:
+    """`run` with results that have the strides that the unsplit code gave them.
+
+    Args:
+        run: the pieces in order.
+        split: into them.
+        code: Inductor's, of the whole.
+        pieces: Inductor's, of each.
+
+    Raises:
+        _Declined: a result that varies in size, or shares its memory, may get other strides.
+    """
+    makers = {
+        slot: (call.module, i, compat.output_strides(made))
+        for call, made in zip(split.calls, pieces, strict=True)
+        for i, slot in enumerate(call.outputs)
+    }
+    wanted = compat.output_strides(code)
+    moved: list[tuple[int, tuple[int, ...]]] = []
+    for position, slot in enumerate(split.output_slots):
+        if isinstance(slot, Const) or slot not in makers:
+            continue  # a literal, or an argument as it came
+        module, i, strides = makers[slot]
+        node: Node = module.graph.output_node().args[0][i]  # type: ignore[index,assignment,union-attr]
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            continue
+        promised = wanted[position] if wanted is not None else tuple(map(str, value.stride()))
+        if strides is not None and promised is not None and strides[i] == promised:
+            continue
+        if promised is None or not all(text.isdigit() for text in promised) or not _is_fresh(node):
+            raise _Declined(f"result {position} might have other strides than before")
+        moved.append((position, tuple(map(int, promised))))
+    return _restriding(run, moved) if moved else run
+
+
+def _restriding(run: Boxed, moved: Sequence[tuple[int, tuple[int, ...]]]) -> Boxed:
+    def restrided(args: list[Any]) -> tuple[Any, ...]:
+        results = list(run(args))
+        for position, strides in moved:
+            tensor = results[position]
+            if tensor.stride() != strides:
+                results[position] = tensor.new_empty_strided(tensor.size(), strides).copy_(tensor)
+        return tuple(results)
+
+    return restrided
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether a value is a tensor of its own, which a copy can stand for."""
+    while is_getitem(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    op = op_of(node)
+    return isinstance(op, OpOverload) and not is_neutral(node) and not op._schema.is_mutable

@@ -1,0 +1,1 @@
+"""CUDA: every driver call that pgraph makes."""

@@ -1,0 +1,329 @@
+"""The CUDA driver: every CUDA call that pgraph makes is in this package's `cuda*` files.
+
+Three decisions shape it:
+
+Note [Raw capture]
+The stream capture is begun and ended with the driver API, not through `torch.cuda.CUDAGraph`. That
+class registers the default generator for the capture; a capture that fails leaves it registered and
+poisons every later random op of the process ("Offset increment outside graph capture"). A raw
+capture never touches the generator: an op that draws random numbers raises by itself, and the
+process stays as it was.
+
+Note [One pool per op]
+Memory that ops allocate comes from a `MemPool` over the ghost allocator. As soon as one has been
+used, the next op gets a fresh one, so that nothing freed earlier can be handed out again
+(Note [Addresses are never reused]), and the address alone tells which op an allocation belongs to.
+
+Note [cuBLAS workspace is a temporary]
+cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
+to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
+workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
+any stream, and not kept. How they are dropped: `pgraph.drivers.cuda.workspaces`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+from torch.utils._pytree import tree_map_only
+
+from pgraph import native
+from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
+from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
+from pgraph.drivers.cuda.nodes import check as _check
+from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
+from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
+from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
+from pgraph.errors import CaptureError, DriverError, LaunchError
+from pgraph.native import address_of
+from pgraph.ops import op_names
+from pgraph.ops.fx import op_name
+from pgraph.reasons import Reason
+from pgraph.template.match import RangeMap
+from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.topology import Topology
+
+__all__ = ["CudaDriver"]
+
+log = logging.getLogger(__name__)
+
+_CAPTURE_LOCK = threading.RLock()
+
+
+class CudaSession(Session):
+    """A stream capture under way on pgraph's own stream."""
+
+    def __init__(
+        self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, shared_history: bool
+    ) -> None:
+        self.arena: CudaArena = arena
+        library = native.load()
+        self._scrub = library.pg_scrub_stack if library is not None else None
+        self._stream = stream
+        self._pools = pools
+        self._shared_history = shared_history
+        self._hidden: list[HiddenAllocation] = []
+        self._ended = False
+        _check(
+            cu.cuStreamBeginCapture(
+                stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            )
+        )
+        self._graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+
+    def node_count(self) -> int:
+        error, _, count = cu.cuGraphGetNodes(self._graph, 0)
+        if error != cu.CUresult.CUDA_SUCCESS:
+            raise _lost("the capture was lost", error)
+        return int(count)
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._pools.refresh()
+        if self._scrub is not None:
+            self._scrub()
+        result = op(*args, **kwargs)
+        return _host_seeds(result) if op_name(op) in op_names.HOST_SEEDS else result
+
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
+        return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
+
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+        self._ended = True
+        error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
+        if error != cu.CUresult.CUDA_SUCCESS:
+            workspaces.drop(self._stream.cuda_stream, self.arena)
+            _clear_last_error()
+            raise _lost("the driver ended the capture", error)
+        owner = CudaGraph(graph, ())
+        self._hidden = self._read_hidden()
+        owner.nodes, order = ordered_nodes(graph)
+        return owner, read_nodes(owner.nodes), order
+
+    def hidden(self) -> list[HiddenAllocation]:
+        return self._hidden
+
+    def _read_hidden(self) -> list[HiddenAllocation]:
+        found = read_trace(self.arena)
+        if self._shared_history and len(found) < self.arena.segments:
+            workspaces.drop(self._stream.cuda_stream, self.arena)
+            raise CaptureError(_history_too_short(len(found), self.arena.segments))
+        if all(h.freed for h in found):
+            return found
+        # Held by a tensor of the program (the recorder knows those) or by a library, whose
+        # workspaces can be asked back.
+        workspaces.drop(self._stream.cuda_stream, self.arena)
+        kept = {h.address for h in read_trace(self.arena) if not h.freed}
+        return [dataclasses.replace(h, kept=h.address in kept) for h in found]
+
+    def close(self) -> None:
+        """End a capture that went wrong, and leave nothing of it behind."""
+        if self._ended:
+            return
+        self._ended = True
+        _, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
+        if graph is not None and int(graph):
+            cu.cuGraphDestroy(graph)
+        workspaces.drop(self._stream.cuda_stream, self.arena)
+        _clear_last_error()
+
+
+class CudaDriver(Driver):
+    """Graphs of one CUDA device."""
+
+    name = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream: Any = None
+        self._ledger = PeakLedger()
+
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return _CAPTURE_LOCK
+
+    @contextlib.contextmanager
+    def arena(self, layout: int) -> Iterator[Arena]:
+        with torch.cuda.device(self.device):
+            arena = CudaArena(self.device, layout)
+            try:
+                yield arena
+            finally:
+                arena.close()
+
+    @contextlib.contextmanager
+    def capture(self, arena: Arena) -> Iterator[Session]:
+        assert isinstance(arena, CudaArena)
+        workspaces.refuse_foreign_graphs()
+        stream = self._capture_stream()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.device))
+            shared_history = stack.enter_context(allocator_trace())
+            stack.enter_context(unlimited(self.device))
+            stack.enter_context(self._peaks_noted())
+            stack.enter_context(torch.cuda.stream(stream))
+            pools = stack.enter_context(GhostPools(arena))
+            session = CudaSession(arena, stream, pools, shared_history)
+            try:
+                yield session
+            finally:
+                session.close()
+
+    def instantiate(
+        self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        with torch.cuda.device(self.device):
+            graph.anchor(nodes, slots, self.device.index)
+            return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
+
+    def framework_ranges(self) -> RangeMap | None:
+        # Blocks in use, not whole segments: nothing points to memory that is free.
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        blocks = [
+            (block["address"], block["size"], 0)
+            for segment in segments
+            if segment["device"] == self.device.index
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ]
+        return RangeMap(blocks)
+
+    def workspaces(self) -> frozenset[int]:
+        return workspaces.kept()
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any] | None:
+        if torch._C._cuda_getDevice() == self.device.index:
+            return None
+        return torch.cuda.device(self.device)
+
+    def current_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def native_calls(self) -> NativeCalls | None:
+        return _native_calls(self.device.index)
+
+    def ghost_peaks(self) -> GhostPeaks | None:
+        allocated, reserved = self._ledger.excess(*self._peaks())
+        return GhostPeaks(str(self.device), allocated, reserved) if allocated or reserved else None
+
+    def _peaks(self) -> tuple[int, int]:
+        numbers = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return tuple(numbers[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
+
+    @contextlib.contextmanager
+    def _peaks_noted(self) -> Iterator[None]:
+        """See Note [Ghosts in the statistics] in `pgraph.drivers.peak_stats`."""
+        self._ledger.before(*self._peaks())
+        try:
+            yield
+        finally:
+            self._ledger.after(*self._peaks())
+
+    def close(self) -> None:
+        with self.capture_lock():  # another thread may be capturing
+            if self._raw_stream is not None:
+                torch.cuda.synchronize(self.device)
+                _check(cu.cuStreamDestroy(self._raw_stream))
+                self._stream = self._raw_stream = None
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        # Not one of torch's pooled streams: the program may be using any of those.
+        if self._stream is None:
+            with torch.cuda.device(self.device):
+                torch.cuda.current_stream()  # makes sure that the primary context is current
+                self._raw_stream = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))[0]
+                self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
+        return self._stream
+
+
+def _host_seeds(result: Any) -> Any:
+    """Attention's results as a plain run gives them.
+
+    Note [Seeds of attention]
+    Attention without dropout (only that is captured) returns a seed and an offset that nobody reads.
+    The memory-efficient kernel's are on the host, but on the device while a capture is under way. Whoever
+    compares a captured run's results with a plain one's, as checkpointing does with what it saved and
+    recomputed, must see no difference. (cuDNN's and flash attention's are on the device in both, and
+    cuDNN's backward insists on it.)
+    """
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty((), dtype=t.dtype) if t.dim() == 0 and t.dtype == torch.int64 else t,
+        result,
+    )
+
+
+def _history_too_short(found: int, made: int) -> Reason:
+    return Reason(
+        "history-too-short",
+        f"the allocator's history, which somebody has switched on, kept {found} of {made} allocations",
+        "give torch.cuda.memory._record_memory_history a max_entries of 100,000 or more and "
+        'enabled="all", or switch it on later; then pgraph.reset()',
+    )
+
+
+def _native_calls(index: int) -> NativeCalls | None:
+    """None where this torch lacks the shims (they came with 2.10)."""
+    try:
+        torch_cuda = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        alloc = torch_cuda.aoti_torch_cuda_caching_allocator_raw_alloc
+        free = torch_cuda.aoti_torch_cuda_caching_allocator_raw_delete
+        capturing = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+    except (OSError, AttributeError) as e:
+        log.info("no launches in C: %s", e)
+        return None
+    return NativeCalls(
+        empty=torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]  # no stub
+        current_stream=torch._C._cuda_getCurrentRawStream,
+        current_device=torch._C._cuda_getDevice,
+        index=index,
+        raw_alloc=address_of(alloc),
+        raw_free=address_of(free),
+        capturing=address_of(capturing),
+        failed=_launch_failed,
+    )
+
+
+def _launch_failed(code: int, first: bool) -> None:
+    try:
+        _check((cu.CUresult(code),))
+    except DriverError as e:
+        if first:
+            raise LaunchError(str(e)) from e
+        raise
+
+
+def _clear_last_error() -> None:
+    """Drop the error that a lost capture leaves in the CUDA runtime for the next checked launch."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
+
+
+def _lost(sentence: str, error: Any) -> CaptureError | DriverError:
+    """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
+    if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        return DriverError(f"{sentence}: {error.name}")
+    return CaptureError(
+        Reason(
+            "capture-lost",
+            f"{sentence}: {error.name}",
+            "some op synchronizes, allocates or uses another stream; mark it with pgraph.mark_unsafe",
+        )
+    )

@@ -1,0 +1,314 @@
+"""Graphs that can be cut and launched: setting node parameters again, and freeing it all.
+
+An exec keeps parameter buffers of its own, and structs that point into them; rebinding writes words
+there and hands the structs to the driver.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph import native
+from pgraph.drivers.cuda.nodes import check, node_reason
+from pgraph.drivers.interface import Exec
+from pgraph.errors import CaptureError
+from pgraph.template.template import NodeRecord, Slot
+
+__all__ = ["CudaExec", "CudaGraph"]
+
+_COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
+_KIND = {"kernel": 0, "memcpy": 1, "memset": 2, "empty": 3}
+
+
+def _moved_bytes(record: NodeRecord) -> int:
+    """Bytes from the first to the last that a copy or fill node touches at either end."""
+    words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+    if record.kind == "memcpy":
+        width, height, depth = words[22:25]
+        pitch = max(words[9], words[20], width)
+        rows = max(words[10], words[21], height)
+        return pitch * rows * depth
+    pitch, size_of, width, height = words[1], words[2] >> 32, words[3], words[4]
+    return max(pitch * height, width * height * size_of)
+
+
+def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
+    """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
+    segments = [
+        s
+        for s in torch.cuda.memory_snapshot(include_traces=False)
+        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]
+    largest = max(segments, key=lambda s: s["total_size"], default=None)
+    if largest is not None and largest["total_size"] >= nbytes:
+        return largest["address"], None
+    owner = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    return owner.data_ptr(), owner
+
+
+class _KernelStruct(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+class _NodeEntry(ctypes.Structure):
+    """`pg_node` of the native helper."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("node", ctypes.c_void_p),
+        ("params", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+    ]
+
+
+class _SlotEntry(ctypes.Structure):
+    """`pg_slot` of the native helper."""
+
+    _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
+
+
+class _ExecEntry(ctypes.Structure):
+    """`pg_exec` of the native helper."""
+
+    _fields_ = [
+        ("calls", ctypes.c_void_p),
+        ("exec", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("n_nodes", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("busy", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def _calls() -> Any:
+    """The driver functions called by hand, and `pg_calls`: the table of those that a launch needs."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    functions = [
+        lib.cuGraphExecKernelNodeSetParams_v2,
+        lib.cuGraphExecMemcpyNodeSetParams,
+        lib.cuGraphExecMemsetNodeSetParams,
+        lib.cuGraphLaunch,
+        lib.cuGraphMemcpyNodeSetParams,
+        lib.cuGraphMemsetNodeSetParams,
+    ]
+    kernel, copy, fill, launch, anchor_copy, anchor_fill = functions
+    kernel.argtypes = [ctypes.c_void_p] * 3
+    copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 4
+    launch.argtypes = anchor_copy.argtypes = anchor_fill.argtypes = [ctypes.c_void_p] * 2
+    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions[:4]])
+    return functions, table
+
+
+class CudaGraph:
+    """A graph and its nodes, each after those that it waits for; freed with its last reference.
+
+    An exec needs its graph: setting a node's parameters names the node in the graph that the exec
+    was made from.
+    """
+
+    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
+        self.graph = graph
+        self.nodes = nodes
+        self._anchored = False
+
+    def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
+        """Point copy and fill nodes with slots at ordinary memory, before anything is instantiated.
+
+        Note [Copies are anchored]
+        An exec's copy and fill nodes take new addresses only from the context that the old ones had
+        when it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none:
+        every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
+        first, large enough for what they move. It is never used: all slots are written before a launch.
+        A node without slots (an op's own scratch, from outside the framework) stays as it was captured.
+
+        Raises:
+            CaptureError: the driver does not take it.
+        """
+        if self._anchored:
+            return
+        self._anchored = True
+        moving = [(self.nodes[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
+        if not moving:
+            return
+        need = max(_moved_bytes(record) for _, record in moving)
+        address, _holder = _ordinary_range(need, device)
+        for node, record in moving:
+            words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+            if record.kind == "memcpy":
+                words[_COPY_FROM] = words[_COPY_TO] = address
+                code = _calls()[0][4](int(node), ctypes.addressof(words))
+            else:
+                words[_FILL_TO] = address
+                code = _calls()[0][5](int(node), ctypes.addressof(words))
+            if code:
+                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
+                raise CaptureError(node_reason(what))
+
+    def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
+        """A copy with the nodes [first, last) and the edges between them only, and their handles in it."""
+        (clone,) = check(cu.cuGraphClone(self.graph))
+        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes])
+        for i, twin in enumerate(copy.nodes):
+            if not first <= i < last:
+                check(cu.cuGraphDestroyNode(twin))
+        copy.nodes = copy.nodes[first:last]
+        return copy, copy.nodes
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            check(cu.cuGraphDestroy(self.graph))
+
+
+def _rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[int]:
+    """Positions of the copy and fill nodes that are given addresses at a launch."""
+    return sorted({slot.node for slot in slots if nodes[slot.node].kind != "kernel"})
+
+
+def _outside_allocator() -> int:
+    """Bytes in use on the current device, less those that PyTorch's allocator holds.
+
+    Two readings tell what the driver took in between, whatever other threads allocated meanwhile through
+    PyTorch. What other processes do on the device remains in it; nothing tells a process's own share.
+    """
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+class CudaExec(Exec):
+    """An instantiated range of a captured graph, with its own parameter memory."""
+
+    def __init__(
+        self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> None:
+        self._lock = threading.Lock()
+        self._source, handles = (
+            (graph, graph.nodes) if (first, last) == (0, len(graph.nodes)) else graph.cut(first, last)
+        )
+        before = _outside_allocator()
+        (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
+        self.nbytes = max(0, _outside_allocator() - before)
+        (self._ctx,) = check(cu.cuCtxGetCurrent())
+        self._layout(handles, nodes[first:last], slots, first)
+        library = native.load()
+        self._native = library.pg_launch if library is not None else None
+        self._struct_entry = _ExecEntry(
+            calls=ctypes.addressof(_calls()[1]),
+            exec=int(self._exec),
+            ctx=int(self._ctx),
+            nodes=ctypes.addressof(self._entries),
+            n_nodes=len(self._entries),
+            slots=ctypes.addressof(self._slots),
+            words=ctypes.addressof(self._words),
+        )
+        self._entry = ctypes.addressof(self._struct_entry)
+        if library is not None:
+            self.entry = self._entry
+
+    def _layout(
+        self, handles: Sequence[Any], nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
+    ) -> None:
+        starts, total = [], 0
+        for node in nodes:
+            starts.append(total)
+            total += -(-max(len(node.params), 8) // 64) * 64  # tensor maps want 64-byte alignment
+        self._memory = ctypes.create_string_buffer(total + 64)
+        base = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
+        self._keep: list[Any] = []
+        self._entries = (_NodeEntry * len(nodes))()
+        self._slots = (_SlotEntry * len(slots))()
+        at = 0
+        for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
+            ctypes.memmove(base + start, node.params, len(node.params))
+            mine = slots[at : _end(slots, at, first + i)]
+            for k, s in enumerate(mine):
+                self._slots[at + k] = _SlotEntry((start + s.offset) // 8, s.region, s.delta)
+            struct = self._struct(node, base + start)
+            self._entries[i] = _NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
+            at += len(mine)
+
+    def _struct(self, node: NodeRecord, address: int) -> int:
+        if node.kind != "kernel":
+            return address
+        function, grid, block, shared, ctx, passing = node.header
+        struct = _KernelStruct(func=function, grid=grid, block=block, shared=shared, ctx=ctx)
+        if passing[0] == "params":
+            table = (ctypes.c_void_p * max(len(passing[1]), 1))(*[address + o for o in passing[1]])
+            struct.kernel_params = ctypes.addressof(table)
+            self._keep += [table]
+        else:
+            size = ctypes.c_size_t(len(node.params))
+            extra = (ctypes.c_uint64 * 5)(1, address, 2, ctypes.addressof(size), 0)
+            struct.extra = ctypes.addressof(extra)
+            self._keep += [size, extra]
+        self._keep.append(struct)
+        return ctypes.addressof(struct)
+
+    def launch(self, bases: list[int], stream: int) -> int:
+        addresses = array.array("Q", bases)
+        if self._native is None:
+            with self._lock:
+                return self._launch_in_python(addresses, stream)
+        code = self._native(self._entry, stream, addresses.buffer_info()[0])
+        if code < 0:
+            check((cu.CUresult(-code),))
+        return code
+
+    def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
+        kernel, copy, fill, launch = _calls()[0][:4]
+        handle, ctx, rewritten, code = int(self._exec), int(self._ctx), 0, 0
+        for entry in self._entries:
+            changed = False
+            for s in self._slots[entry.first : entry.last]:
+                value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
+                if self._words[s.word] != value:
+                    self._words[s.word] = value
+                    changed = True
+            if changed:
+                rewritten += 1
+                if entry.kind == 0:
+                    code = kernel(handle, entry.node, entry.params)
+                else:
+                    code = (copy if entry.kind == 1 else fill)(handle, entry.node, entry.params, ctx)
+                if code:
+                    for s in self._slots[entry.first : entry.last]:
+                        self._words[s.word] = 0xFFFFFFFFFFFFFFFF  # unset: to be set at the next launch
+                    check((cu.CUresult(code),))
+        check((cu.CUresult(launch(handle, stream)),))
+        return rewritten
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return  # the driver frees everything itself, and may be gone already
+        if getattr(self, "_exec", None) is not None:
+            check(cu.cuGraphExecDestroy(self._exec))
+
+
+def _end(slots: Sequence[Slot], at: int, node: int) -> int:
+    while at < len(slots) and slots[at].node == node:
+        at += 1
+    return at

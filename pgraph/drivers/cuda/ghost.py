@@ -1,0 +1,313 @@
+"""Ghost memory on a GPU: huge reserved ranges over one small physical allocation.
+
+A `CudaArena` reserves virtual addresses and maps the same physical chunk behind them again and
+again, as far as they are used; memcpy and memset nodes and Triton's launcher check that an address
+is mapped, nothing more. `GhostPools` routes the caching allocator's requests there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph import native
+from pgraph.drivers.cuda.nodes import check
+from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
+from pgraph.errors import DriverError
+
+__all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace", "unlimited"]
+
+_RESERVE = 1 << 40
+_CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
+# Where ghosts should lie. Parameters are full of small numbers, side by side and over left-over halves
+# of addresses: neither may look like an address here. So the upper half is large, and the lower half is
+# neither a small number nor a common float (0x5000_0000 is 1.3e9, or 8.6e9 as a float32).
+_HINT = (0x5A00_0000_0000, 0x5B00_0000_0000)
+_START = 0x5000_0000
+# Each arena starts elsewhere, so that what the allocator's log says of earlier ones is not taken for this.
+_STRIDE = 8 << 30
+_arenas = itertools.count()
+_GUARD = 256 << 10
+
+
+class _State(ctypes.Structure):
+    """`pg_arena` of the native helper."""
+
+    _fields_ = [
+        ("low", ctypes.c_uint64),
+        ("high", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("chunk", ctypes.c_uint64),
+        ("handle", ctypes.c_uint64),
+        ("guard", ctypes.c_uint64),
+        ("unit", ctypes.c_uint64),
+        ("further", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("error", ctypes.c_int64),
+        ("map", ctypes.c_void_p),
+        ("access", ctypes.c_void_p),
+        ("desc", ctypes.c_void_p),
+    ]
+
+
+class CudaArena(Arena):
+    """One capture's ghost addresses on one GPU.
+
+    Raises:
+        DriverError: not even the smallest physical chunk could be allocated.
+    """
+
+    def __init__(self, device: torch.device, layout: int) -> None:
+        self._device = device
+        self._layout = layout
+        self._direct = 0
+        self._access = cu.CUmemAccessDesc()
+        prop = cu.CUmemAllocationProp()
+        prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = device.index
+        self._access.location = prop.location
+        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._chunk, self._handle = _physical(prop)
+        try:
+            (base,) = check(cu.cuMemAddressReserve(_RESERVE, 0, _HINT[layout], 0))
+        except DriverError:
+            check(cu.cuMemRelease(self._handle))
+            raise
+        self._base = self.low = int(base)
+        self.high, self.guard = self._base + _RESERVE, _GUARD
+        libcuda = ctypes.CDLL("libcuda.so.1")
+        self.low = self._base + _START + next(_arenas) % (_RESERVE // 2 // _STRIDE) * _STRIDE
+        self.state = _State(
+            low=self.low,
+            high=self.high,
+            position=self.low,
+            mapped=self.low,
+            chunk=self._chunk,
+            handle=int(self._handle),
+            guard=_GUARD,
+            unit=UNIT,
+            further=further(layout),
+            map=ctypes.cast(libcuda.cuMemMap, ctypes.c_void_p).value,
+            access=ctypes.cast(libcuda.cuMemSetAccess, ctypes.c_void_p).value,
+            desc=self._access.getPtr(),
+        )
+
+    @property
+    def position(self) -> int:
+        return self.state.position
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def segments(self) -> int:
+        """How many ranges the caching allocator has been given: each holds one allocation or more."""
+        return int(self.state.count) - self._direct
+
+    def take(self, nbytes: int, phase: int = 0) -> int:
+        self._direct += 1
+        return self._take(nbytes, phase % ALIGNMENT)
+
+    def segment(self, nbytes: int) -> int:
+        """A range for the caching allocator."""
+        return self._take(nbytes, 0)
+
+    def _take(self, nbytes: int, phase: int) -> int:
+        library = native.load()
+        if library is not None:
+            address = library.pg_arena_take(ctypes.addressof(self.state), nbytes, phase)
+        else:
+            address = self._take_in_python(nbytes, phase)
+        if not address:
+            raise DriverError(
+                f"{nbytes} bytes of ghost memory could not be had (CUDA error {self.state.error}, "
+                f"{self.position - self.low} of {_RESERVE} bytes of address space used)"
+            )
+        return address
+
+    def _take_in_python(self, nbytes: int, phase: int) -> int:
+        s = self.state
+        start = next_start(s.position, s.guard, self._layout, phase)
+        end = start + nbytes + s.guard
+        if end > s.high:
+            return 0
+        while s.mapped < end:
+            check(cu.cuMemMap(s.mapped, s.chunk, 0, self._handle, 0))
+            check(cu.cuMemSetAccess(s.mapped, s.chunk, [self._access], 1))
+            s.mapped += s.chunk
+        s.position, s.count = end, s.count + 1
+        return start
+
+    def close(self) -> None:
+        """Unmap and free everything, unless a library holds on to a part."""
+        if self.touched:
+            torch.cuda.synchronize(self._device)
+        if self.leaked:
+            return
+        for address in range(self.low, self.state.mapped, self._chunk):
+            check(cu.cuMemUnmap(address, self._chunk))
+        check(cu.cuMemRelease(self._handle))
+        check(cu.cuMemAddressFree(self._base, _RESERVE))
+
+
+def _physical(prop: Any) -> tuple[int, Any]:
+    for size in _CHUNKS:
+        error, handle = cu.cuMemCreate(size, prop, 0)
+        if error == cu.CUresult.CUDA_SUCCESS:
+            return size, handle
+    raise DriverError(f"no {_CHUNKS[-1]} bytes of device memory for ghost memory: {error.name}")
+
+
+# -- routing the caching allocator --------------------------------------------------------------
+
+_current: CudaArena | None = None
+
+
+@functools.cache
+def _allocator() -> Any:
+    """The allocator behind all ghost pools; lives for ever, as pools may outlive a capture.
+
+    Note [Ghost allocator lock order]
+    The caching allocator calls it with its own mutex held. The native functions need nothing else.
+    The Python callbacks (no C compiler) need the interpreter lock: a thread that holds that lock
+    and waits for the mutex would never get it. PyTorch's own bindings release the lock before they
+    allocate, but generated code does not; so the callbacks are only the second choice.
+    """
+    library = native.load()
+    functions: tuple[Any, Any]
+    if library is not None:
+        functions = (library.pg_ghost_alloc, library.pg_ghost_free)
+    else:
+        functions = (_ALLOC(_python_alloc), _FREE(_python_free))
+    addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions]
+    allocator = torch._C._cuda_customAllocator(*addresses)
+    _KEEP.extend([*functions, allocator])
+    return allocator
+
+
+_KEEP: list[Any] = []
+_ALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
+
+
+def _python_alloc(size: int, device: int, stream: int | None) -> int | None:
+    try:
+        return _current.segment(size) if _current is not None else None
+    except DriverError:
+        return None
+
+
+def _python_free(ptr: int | None, size: int, device: int, stream: int | None) -> None:
+    return None
+
+
+class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
+    """While active, what this thread allocates on the arena's device is ghost memory."""
+
+    def __init__(self, arena: CudaArena) -> None:
+        self._arena = arena
+        self._pools: list[Any] = []
+        self._used_at = -1
+
+    def __enter__(self) -> GhostPools:
+        global _current
+        library = native.load()
+        if library is not None:
+            library.pg_arena_activate(ctypes.addressof(self._arena.state))
+        _current = self._arena
+        self._allocator = _allocator()
+        self._open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global _current
+        self._close()
+        self._pools.clear()
+        library = native.load()
+        if library is not None:
+            library.pg_arena_activate(None)
+        _current = None
+
+    def refresh(self) -> None:
+        """Begin a new pool if the last one has been used (Note [One pool per op])."""
+        # Direct ghosts move the position too; a pool too many costs nothing but a little time.
+        if self._arena.position != self._used_at:
+            self._close()
+            self._open()
+
+    def _open(self) -> None:
+        pool = torch.cuda.MemPool(self._allocator, no_split=True)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._arena.device.index, pool.id)
+        self._pools.append(pool)
+        self._used_at = self._arena.position
+
+    def _close(self) -> None:
+        pool = self._pools[-1]
+        torch._C._cuda_endAllocateToPool(self._arena.device.index, pool.id)
+        torch._C._cuda_releasePool(self._arena.device.index, pool.id)
+
+
+@contextlib.contextmanager
+def unlimited(device: torch.device) -> Iterator[None]:
+    """Lift the share of the device that the process may allocate, as far as it can be lifted.
+
+    Note [Ghosts and the memory fraction]
+    The caching allocator counts ghosts against `set_per_process_memory_fraction`, though they take no
+    memory: near the limit a capture would fail. Worse, it would first have the allocator free its
+    cached blocks, which a stream that is being captured does not survive. What other threads allocate
+    meanwhile is not limited either, for the few milliseconds that a capture takes.
+    """
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1.0:  # also if it was never set; setting it would switch the check on
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+# -- the allocator's own log --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def allocator_trace() -> Iterator[bool]:
+    """Have the caching allocator log what it does; True if it does so already, for the user.
+
+    The user's own recording goes on untouched, and may keep fewer entries than a capture makes.
+    """
+    if torch._C._cuda_isHistoryEnabled():
+        yield True
+        return
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    try:
+        yield False
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def read_trace(arena: CudaArena) -> list[HiddenAllocation]:
+    """Every allocation that the caching allocator placed in the arena, oldest first."""
+    sizes: dict[int, int] = {}
+    alive: set[int] = set()
+    for entry in torch._C._cuda_memorySnapshot(None)["device_traces"][arena.device.index]:
+        address = entry["addr"]
+        if not arena.low <= address < arena.high:
+            continue
+        if entry["action"] == "alloc":
+            sizes[address] = max(sizes.get(address, 0), entry["size"])
+            alive.add(address)
+        elif entry["action"] in ("free_requested", "free_completed"):
+            alive.discard(address)
+    return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]

@@ -1,0 +1,169 @@
+"""Reading a captured graph: its nodes in a valid order, each as bytes.
+
+A kernel's parameters are copied out of the node (node-owned memory must never be edited) into one
+packed buffer: the parameters at the offsets that the function declares, or the whole buffer that a
+library passed through ``extra`` (cuBLAS and cuDNN on Hopper, tensor-map descriptors included).
+Copy and fill nodes are their parameter structs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from pgraph.errors import CaptureError, DriverError
+from pgraph.reasons import Reason
+from pgraph.template.template import NodeRecord
+from pgraph.template.topology import Topology, chain, in_order, topology
+
+__all__ = ["check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]
+
+_MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
+_MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
+_HOST_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+_ARRAY_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
+
+
+def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a driver call returned, without its status.
+
+    Raises:
+        DriverError: the status is not success.
+    """
+    error, *values = result
+    if error != cu.CUresult.CUDA_SUCCESS:
+        _, text = cu.cuGetErrorString(error)
+        raise DriverError(f"{error.name}: {text.decode() if text else 'no description'}")
+    return tuple(values)
+
+
+def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
+    """The graph's nodes, each after those that it waits for, and how they wait for one another."""
+    count = check(cu.cuGraphGetNodes(graph, 0))[1]
+    if count == 0:
+        return [], chain(0)
+    nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
+    n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
+    found: tuple[Any, Any] = check(cu.cuGraphGetEdges(graph, n_edges))[:2] if n_edges else ((), ())
+    place = {int(node): position for position, node in enumerate(nodes)}
+    edges = [(place[int(s)], place[int(t)]) for s, t in zip(*(f[:n_edges] for f in found), strict=True)]
+    order = in_order(count, edges)
+    assert order is not None, "a CUDA graph has no circles"
+    place = {position: i for i, position in enumerate(order)}
+    return [nodes[position] for position in order], topology(count, [(place[s], place[t]) for s, t in edges])
+
+
+def read_nodes(nodes: Sequence[Any]) -> tuple[NodeRecord, ...]:
+    """All nodes as records.
+
+    Raises:
+        CaptureError: a node, whose position the error has, is of a kind that cannot be rebound.
+    """
+    records = []
+    for position, node in enumerate(nodes):
+        try:
+            records.append(read_node(node))
+        except CaptureError as e:
+            e.node = position
+            raise
+    return tuple(records)
+
+
+def read_node(node: Any) -> NodeRecord:
+    """One node as a record.
+
+    Raises:
+        CaptureError: the node is of a kind that cannot be rebound.
+    """
+    (kind,) = check(cu.cuGraphNodeGetType(node))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        return _read_kernel(node)
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+        (copy,) = check(cu.cuGraphMemcpyNodeGetParams(node))
+        kinds = {copy.srcMemoryType, copy.dstMemoryType}
+        if kinds & {_HOST_MEMORY, _ARRAY_MEMORY}:
+            raise CaptureError(node_reason("a copy from or to host memory"))
+        return NodeRecord("memcpy", "memcpy", (), ctypes.string_at(copy.getPtr(), _MEMCPY_BYTES))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+        (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
+        return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY:
+        return NodeRecord("empty", "empty", (), b"")
+    raise CaptureError(node_reason(f"a node of type {kind.name}"))
+
+
+def node_reason(what: str) -> Reason:
+    """Why a node of this description keeps its partition outside."""
+    return Reason(
+        "node-kind",
+        f"the captured graph holds {what}, which cannot be rebound",
+        "keep the op that makes it outside with pgraph.mark_unsafe",
+    )
+
+
+def _read_kernel(node: Any) -> NodeRecord:
+    (p,) = check(cu.cuGraphKernelNodeGetParams(node))
+    function = p.func
+    if not int(function) and int(p.kern):
+        (function,) = check(cu.cuKernelGetFunction(p.kern))
+    name, layout = _function_facts(int(function))
+    if p.kernelParams:
+        data, offsets = _packed(p.kernelParams, layout)
+        passing: tuple[Any, ...] = ("params", offsets)
+    elif p.extra:
+        data = _extra_buffer(p.extra)
+        passing = ("extra",)
+        layout = layout or ((0, len(data)),)  # the buffer is laid out as the function declares, if it does
+    else:
+        data, passing, layout = b"", ("params", ()), ()
+    header = (
+        int(function),
+        (p.gridDimX, p.gridDimY, p.gridDimZ),
+        (p.blockDimX, p.blockDimY, p.blockDimZ),
+        p.sharedMemBytes,
+        int(p.ctx),
+        passing,
+    )
+    structs = tuple((offset, offset + size) for offset, size in layout if size > 8)
+    return NodeRecord("kernel", name, header, data, structs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(name, (offset, size) of each parameter in bytes) of a kernel function."""
+    function = cu.CUfunction(handle)
+    error, name = cu.cuFuncGetName(function)
+    text = name.decode() if error == cu.CUresult.CUDA_SUCCESS and name else "kernel"
+    layout: list[tuple[int, int]] = []
+    while True:
+        error, offset, size = cu.cuFuncGetParamInfo(function, len(layout))
+        if error != cu.CUresult.CUDA_SUCCESS:
+            return text, tuple(layout)
+        layout.append((int(offset), int(size)))
+
+
+def _packed(pointers: int, layout: Sequence[tuple[int, int]]) -> tuple[bytes, tuple[int, ...]]:
+    total = max((offset + size for offset, size in layout), default=0)
+    data = bytearray(-(-total // 8) * 8)
+    table = (ctypes.c_void_p * len(layout)).from_address(int(pointers))
+    for (offset, size), pointer in zip(layout, table, strict=True):
+        data[offset : offset + size] = ctypes.string_at(pointer, size)
+    return bytes(data), tuple(offset for offset, _ in layout)
+
+
+def _extra_buffer(extra: int) -> bytes:
+    """The buffer of a CU_LAUNCH_PARAM_BUFFER_POINTER / _SIZE list."""
+    words = ctypes.cast(int(extra), ctypes.POINTER(ctypes.c_uint64))
+    pointer = size = i = 0
+    while words[i] != 0:
+        if words[i] == 1:
+            pointer = words[i + 1]
+        elif words[i] == 2:
+            size = ctypes.c_size_t.from_address(words[i + 1]).value
+        i += 2
+    data = ctypes.string_at(pointer, size)
+    return data + bytes(-size % 8)

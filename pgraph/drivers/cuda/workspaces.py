@@ -1,0 +1,90 @@
+"""Giving back the workspaces that cuBLAS took during a capture, and nobody else's.
+
+Note [Others' workspaces]
+PyTorch keeps cuBLAS's workspaces, one per handle and stream, and its Python interface can only drop those of
+all streams at once (CUDA graph trees do so). That harms others twice. They take new ones at their next
+product, wherever the allocator's cache has room: often inside a block of gigabytes, which then nobody gets
+whole again. And a CUDA graph that the program captured by itself may hold the address of an old one.
+So a small helper drops those of the capture only. It needs compilers for C and C++; without it, as with
+``PGRAPH_NATIVE=0``, all are dropped, and while a graph of the program's own is alive, nothing is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from typing import Any
+
+import torch
+
+from pgraph import native
+from pgraph.drivers.interface import Arena
+from pgraph.errors import CaptureError
+from pgraph.reasons import Reason
+
+__all__ = ["drop", "instances", "kept", "refuse_foreign_graphs"]
+
+
+def drop(stream: int, arena: Arena) -> None:
+    """Free the workspaces that products on this stream took, or all of them if that cannot be told.
+
+    Those in the arena are among them, whatever their stream: an op may use streams of its own, and whoever
+    had a product there later would find an address that is no memory any more.
+    """
+    library = native.load_workspaces()
+    if library is None:
+        torch._C._cuda_clearCublasWorkspaces()
+    else:
+        library.pg_drop_workspaces(stream, arena.low, arena.high)
+
+
+def kept() -> frozenset[int]:
+    """First bytes of the workspaces that are in use now, whatever their device and stream."""
+    library = native.load_workspaces()
+    count, found = 64, (ctypes.c_uint64 * 0)()
+    while library is not None and count > len(found):
+        found = (ctypes.c_uint64 * count)()
+        count = library.pg_workspaces(found, len(found))
+    return frozenset(found[: min(count, len(found))])
+
+
+def refuse_foreign_graphs() -> None:
+    """Where all workspaces would be dropped. CUDA graph trees' own graphs do not count.
+
+    Raises:
+        CaptureError: the program holds CUDA graphs that it captured by itself.
+    """
+    if native.load_workspaces() is not None:
+        return
+    node = getattr(sys.modules.get("torch._inductor.cudagraph_trees"), "CUDAGraphNode", None)
+    graphs = instances(torch.cuda.CUDAGraph)
+    of_trees = {id(getattr(n, "graph", None)) for n in instances(node)} if graphs and node else set()
+    foreign = sum(id(graph) not in of_trees for graph in graphs)
+    if foreign:
+        raise CaptureError(
+            Reason(
+                "foreign-graphs",
+                f"the program holds {foreign} CUDA graphs of its own, "
+                "whose cuBLAS workspaces a capture would free",
+                "run the compiled model a few times before you capture your own graphs; or drop them and "
+                "call pgraph.reset(); with pgraph's native helper (it needs gcc and g++) none would be freed",
+            )
+        )
+
+
+def instances(cls: type) -> list[Any]:
+    """All living objects of a class and of its subclasses.
+
+    By the set of their types: a large program holds a million objects, and this is asked at each capture.
+    (isinstance() would also ask weak proxies, whose objects may be gone.)
+    """
+    kinds: set[type] = {cls}
+    fresh: list[type] = [cls]
+    while fresh:
+        below: list[type] = []
+        for known in fresh:
+            below += type.__subclasses__(known)
+        fresh = [kind for kind in below if kind not in kinds]
+        kinds.update(fresh)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]

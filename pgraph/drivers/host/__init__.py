@@ -1,0 +1,1 @@
+"""CUDA graphs' rules on a CPU."""

@@ -1,0 +1,424 @@
+"""The host driver: CUDA graphs' rules on a CPU.
+
+* Capture records; nothing runs. Ghost addresses are reserved without access rights, so that an op
+  that touches data while it is being captured crashes, as it would misbehave under CUDA.
+* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses
+  inside; memcpy and memset nodes hold addresses and a size.
+* A launch decodes the addresses and runs the op on whatever memory they name: a wrong slot gives
+  wrong numbers. Where a recording forks, nodes that were recorded later run first if they may.
+* Ops that read data on the host, draw random numbers or have data-dependent shapes cannot be
+  recorded, as under CUDA.
+
+It can also misbehave on purpose, see `pgraph.drivers.host.faults`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from pgraph.compat import lazily
+from pgraph.drivers.host import faults as fault
+from pgraph.drivers.host.nodes import (
+    TABLE,
+    KernelCall,
+    OpCall,
+    as_copy,
+    as_fill,
+    encode,
+    kinds,
+    refuse_mixed_norms,
+    refuse_random,
+    run,
+)
+from pgraph.drivers.host.rehearsal import expected
+from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session, extent, next_start
+from pgraph.errors import CaptureError, DriverError
+from pgraph.reasons import Reason
+from pgraph.template.match import RangeMap
+from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.topology import Topology, in_order, topology
+
+__all__ = ["HostDriver"]
+
+_CPU = torch.device("cpu")
+_RESERVE = 1 << 42
+_GUARD = 1 << 16
+_SCRATCH = 512
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_size_t,
+]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_NORESERVE = 0x4000
+
+# Functional in the schema, but their CPU implementation only makes another view.
+_VIEWS_IN_DISGUISE = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"})
+
+
+class HostArena(Arena):
+    """Reserved address space with no access rights."""
+
+    def __init__(self, layout: int) -> None:
+        fault.active().step("arena")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        address = _LIBC.mmap(None, _RESERVE, 0, flags, -1, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise DriverError(
+                f"could not reserve {_RESERVE} bytes of address space: {os.strerror(ctypes.get_errno())}"
+            )
+        self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
+        self._position = self.low
+        self.layout = layout
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def device(self) -> torch.device:
+        return _CPU
+
+    def take(self, nbytes: int, phase: int = 0) -> int:
+        start = next_start(self._position, self.guard, self.layout, phase)
+        end = start + nbytes + self.guard
+        if end > self.high:
+            raise DriverError(
+                f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes"
+            )
+        self._position = end
+        return start
+
+    def close(self) -> None:
+        _LIBC.munmap(self.low, self.high - self.low)
+
+
+class HostGraph:
+    """A recorded graph: how its nodes wait for one another. All else lives in the node records."""
+
+    def __init__(self, order: Topology) -> None:
+        self.order = order
+
+
+class HostSession(Session):
+    """Records ops as nodes."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._second = isinstance(arena, HostArena) and arena.layout == 1
+        self._nodes: list[NodeRecord] = []
+        self._hidden: list[HiddenAllocation] = []
+        self._fake = FakeTensorMode()
+        self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
+        self._absent: list[int] = []  # for the fault `beyond`
+        self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
+        self._edges: list[tuple[int, int]] = []
+        self._tail: tuple[int, ...] = ()  # what the next node waits for
+        # For the fault `aside`: nodes that nobody waits for yet, and [first, end) of what each writes.
+        self._aside: dict[int, list[tuple[int, int]]] = {}
+        faults = fault.active()
+        faults.step("second-begin" if self._second else "begin")
+        if faults.moving_words:
+            self._moving = faults.moving_words[0]
+            faults.moving_words = (*faults.moving_words[1:], faults.moving_words[0])
+
+    def node_count(self) -> int:
+        return len(self._nodes)
+
+    def hidden(self) -> list[HiddenAllocation]:
+        return list(self._hidden)
+
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+        fault.active().step("second-end" if self._second else "end")
+        order = topology(len(self._nodes), self._edges)
+        return HostGraph(order), tuple(self._nodes), order
+
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in namespace.items():
+            if name in ("empty_strided_cpu", "empty_strided"):
+                found[name] = empty_strided
+            elif name.startswith(("cpp_fused", "kernel_cpp")) and callable(value):
+                found[name] = self._kernel_recorder(name, value)
+        return found
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fault.active().step("second-op" if self._second else "op")
+        if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
+            return op(*args, **kwargs)
+        if op.overloadpacket.__name__ in fault.active().refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        refuse_random(op, args, kwargs)
+        refuse_mixed_norms(op, args, kwargs)
+        self._absent = self._beyond(op.overloadpacket.__name__)
+        fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
+        try:
+            with self._fake:
+                result = op(*fakes[0], **fakes[1])
+        except Exception as e:  # data-dependent results, ops without a shape rule
+            raise CaptureError(
+                Reason(
+                    "not-permitted",
+                    f"{op} cannot be recorded: {type(e).__name__}",
+                    "keep it outside with pgraph.mark_unsafe",
+                )
+            ) from e
+        mine = tree_flatten((args, kwargs))[0]
+        theirs = tree_flatten(fakes)[0]
+        given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
+        leaves, spec = tree_flatten(result)
+        new = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given]
+        results = expected(op, args, kwargs, leaves, new)
+        positions = tuple(i for i in new if results[i] is not None)
+        fresh: list[torch.Tensor] = []
+        for i, leaf in enumerate(leaves):
+            if i in positions:
+                like = results[i]
+                results[i] = lazily(self._result(op, like), like.is_conj(), like.is_neg())
+                fresh.append(results[i])
+            elif i not in new:
+                results[i] = given.get(id(leaf), leaf)
+        out = tree_unflatten(results, spec)
+        if op._schema.is_mutable:
+            self._join(self._aside)
+        self._record(op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ in fault.active().aside:
+            self._set_aside(fresh)
+        return out
+
+    # -- recording --------------------------------------------------------------------------
+
+    def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
+        with self._fake:
+            fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+            return lazily(fake, t.is_conj(), t.is_neg())
+
+    def _result(self, op: Any, like: torch.Tensor) -> torch.Tensor:
+        nbytes = extent(like.size(), like.stride()) * like.element_size()
+        if fault.active().reuse:
+            return self._reusing(nbytes, like)
+        if op.overloadpacket.__name__ not in fault.active().scratch:
+            return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
+        # Scratch, twice as large as the result, written and freed; the result takes its place.
+        address = self.arena.take(2 * nbytes)
+        self._hidden.append(HiddenAllocation(address, 2 * nbytes, freed=True))
+        self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
+        return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
+
+    def _beyond(self, name: str) -> list[int]:
+        """Scratch of the op's own, and the address of the operand that is not there."""
+        distance = fault.active().beyond.get(name)
+        if distance is None:
+            return []
+        address = self.arena.take(_SCRATCH)
+        self._hidden.append(HiddenAllocation(address, _SCRATCH, freed=True))
+        self._add("memset", "scratch", (0xA5, _SCRATCH), [address])
+        return [address + _SCRATCH + distance]
+
+    def _reusing(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        # The first dead range that is large enough, as a caching allocator would.
+        k = next((i for i, (_, n, w) in enumerate(self._given) if w.expired() and nbytes <= n), None)
+        address, room, _ = self._given.pop(k) if k is not None else (self.arena.take(nbytes), nbytes, None)
+        ghost = self.arena.tensor(address, like.size(), like.stride(), like.dtype)
+        self._given.append((address, room, StorageWeakRef(ghost.untyped_storage())))
+        return ghost
+
+    def _record(
+        self, op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor], positions: tuple[int, ...]
+    ) -> None:
+        name = op.overloadpacket.__name__
+        if name in fault.active().elsewhere:
+            return
+        if (copy := as_copy(op, args, kwargs, fresh)) is not None:
+            self._add("memcpy", name, (copy[2],), [copy[0], copy[1]])
+        elif (fill := as_fill(op, args, fresh)) is not None:
+            self._add("memset", name, (0, fill[1]), [fill[0]])
+        else:
+            leaves, spec = tree_flatten((args, kwargs))
+            codes, words = encode(leaves)
+            out_codes, out_words = encode(fresh)
+            call = OpCall(op, spec, positions)
+            self._kernel(name, call, codes + out_codes, words + out_words)
+
+    def _kernel_recorder(self, name: str, kernel: Callable[..., Any]) -> Callable[..., None]:
+        def record(*args: Any) -> None:
+            codes, words = encode(args)
+            self._kernel(name, KernelCall(kernel), codes, words)
+
+        return record
+
+    def _kernel(self, name: str, call: Any, codes: tuple[Any, ...], words: list[int]) -> None:
+        faults = fault.active()
+        if name in faults.tables:
+            table = self.arena.take(8 * len(words))
+            self._hidden.append(HiddenAllocation(table, 8 * len(words), freed=False))
+            self._add("kernel", f"{name}_prepare", (TABLE, len(words)), [table, *words])
+            self._add("kernel", name, (call, codes, "table"), [table])
+            return
+        header: tuple[Any, ...] = (call, codes)
+        if name in faults.origin:
+            back = faults.origin[name]
+            header = (call, codes, "origin", back)
+            words = [w - back if kind == "tensor" else w for w, kind in zip(words, kinds(codes), strict=True)]
+        self._add("kernel", name, header, words + self._absent + self._padding(name))
+
+    def _padding(self, name: str) -> list[int]:
+        faults = fault.active()
+        if faults.padded and name not in faults.padded:
+            return []
+        words = [int.from_bytes(os.urandom(8), "little") >> 20 for _ in range(faults.garbage)]
+        if faults.stale:
+            dead = next((h.address for h in self._hidden if h.freed), None)
+            words.append(dead if dead is not None else 0)
+        if faults.pointer_constant is not None:
+            words.append(faults.pointer_constant)
+        if faults.moving_words:
+            words.append(self._moving)
+        return words
+
+    def _add(self, kind: Any, name: str, header: tuple[Any, ...], words: list[int]) -> None:
+        packed = struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+        self._join([i for i, ranges in self._aside.items() if _names(words, ranges)])
+        self._edges += [(before, len(self._nodes)) for before in self._tail]
+        self._tail = (len(self._nodes),)
+        self._nodes.append(NodeRecord(kind, name, header, packed))
+
+    # -- forks ------------------------------------------------------------------------------
+
+    def _set_aside(self, results: list[torch.Tensor]) -> None:
+        """The node recorded last went to a stream of its own: what follows does not wait for it."""
+        node = len(self._nodes) - 1
+        self._tail = tuple(before for before, after in self._edges if after == node)
+        self._aside[node] = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in results]
+
+    def _join(self, nodes: Collection[int]) -> None:
+        """What follows waits for these nodes, too."""
+        self._tail = (*self._tail, *(node for node in nodes if node in self._aside))
+        for node in list(nodes):
+            self._aside.pop(node, None)
+
+
+def _names(words: Sequence[int], ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= word < end for word in words for first, end in ranges)
+
+
+def _late_first(order: Topology, first: int, last: int) -> Sequence[int]:
+    """The nodes [first, last) counted from the first: the latest of those that may run goes first."""
+    n = last - first
+    if order.is_chain:
+        return range(n)
+    mirrored = ((last - 1 - a, last - 1 - b) for a, b in order.edges if first <= a and b < last)
+    found = in_order(n, mirrored)
+    assert found is not None
+    return [n - 1 - i for i in found]
+
+
+class HostExec(Exec):
+    """Nodes with their own parameter memory, run at each launch in an order that their edges allow."""
+
+    def __init__(
+        self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int, sequence: Sequence[int]
+    ) -> None:
+        fault.active().step("instantiate")
+        self._nodes = nodes
+        self._sequence = sequence
+        self._params = [bytearray(n.params) for n in nodes]
+        self._slots: list[list[tuple[int, int, int]]] = [[] for _ in nodes]
+        for s in slots:
+            self._slots[s.node - first].append((s.offset, s.region, s.delta))
+        self._lock = threading.Lock()
+        self.nbytes = sum(len(p) for p in self._params)
+
+    def launch(self, bases: list[int], stream: int) -> int:
+        with self._lock:
+            rewritten = 0
+            for params, slots in zip(self._params, self._slots, strict=True):
+                changed = False
+                for offset, region, delta in slots:
+                    value = (bases[region] + delta) & 0xFFFFFFFFFFFFFFFF
+                    if struct.unpack_from("=Q", params, offset)[0] != value:
+                        struct.pack_into("=Q", params, offset, value)
+                        changed = True
+                if changed:
+                    fault.active().step("set_params")
+                    rewritten += 1
+            fault.active().step("launch")
+            # A device's kernels ask nobody: neither do their stand-ins.
+            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+                for i in self._sequence:
+                    run(self._nodes[i], self._params[i])
+            return rewritten
+
+
+class HostDriver(Driver):
+    """The CPU as a device with graphs."""
+
+    name = "host"
+    device = _CPU
+    alignment = 16
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return self._lock
+
+    @contextlib.contextmanager
+    def arena(self, layout: int) -> Iterator[Arena]:
+        arena = HostArena(layout)
+        try:
+            yield arena
+        finally:
+            if not arena.leaked:
+                arena.close()
+
+    @contextlib.contextmanager
+    def capture(self, arena: Arena) -> Iterator[Session]:
+        yield HostSession(arena)
+
+    def instantiate(
+        self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        sequence = _late_first(graph.order, first, last)
+        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first, sequence)
+
+    def framework_ranges(self) -> RangeMap | None:
+        fault.active().step("match")
+        ranges = fault.active().framework
+        return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        fault.active().step("allocate")
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)  # whatever the default is
+
+    def on_device(self) -> None:
+        return None
+
+    def current_stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None

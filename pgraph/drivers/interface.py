@@ -1,0 +1,348 @@
+"""What pgraph asks of a driver. Everything above this interface is device-free.
+
+Two drivers implement it: `pgraph.drivers.cuda` (real graphs) and `pgraph.drivers.host` (the same
+rules on a CPU). A capture goes
+
+    with driver.capture_lock(), driver.arena(0) as arena, driver.capture(arena) as session:
+        ...ops run through `session.run_op`, allocations through `arena.empty_strided`...
+        session.end()
+
+and leaves a graph behind, from which `driver.instantiate` makes an `Exec` for a range of nodes.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.template.match import RangeMap
+from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.topology import Topology
+
+__all__ = [
+    "ALIGNMENT",
+    "UNIT",
+    "Arena",
+    "Driver",
+    "Exec",
+    "HiddenAllocation",
+    "NativeCalls",
+    "Session",
+    "further",
+    "next_start",
+]
+
+ALIGNMENT = 256
+"""Bytes. Kernels are chosen by the alignment of their arguments; nothing looks beyond this
+(cuBLASLt's heuristics ask for up to 256, Triton and TMA for 16)."""
+
+UNIT = 1 << 16
+"""Bytes. Arenas round addresses up to it (Note [Two layouts])."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HiddenAllocation:
+    """Ghost memory that no tensor of the program owned: an op's own scratch.
+
+    Args:
+        address: first byte.
+        nbytes: size in bytes as it was asked for.
+        freed: False if its owner (a library's cache) still held it when the last op was recorded.
+        kept: True if the owner could not be made to give it back afterwards.
+    """
+
+    address: int
+    nbytes: int
+    freed: bool
+    kept: bool = False
+
+
+class Arena(abc.ABC):
+    """A reserved range of ghost addresses: addresses that stand for nothing, never used twice.
+
+    Note [Addresses are never reused]
+    A dead temporary's address must not be handed out again inside one capture: a later tensor at
+    the same address would be taken for the earlier one (hazard: scratch of attention written past
+    the end of the smaller output that took its place). Ghost memory costs nothing, so the position
+    only grows. What a library frees and takes again inside one op cannot be kept apart; those
+    ranges are merged into one region (`pgraph.capture.record`).
+
+    Note [Two layouts]
+    A pointer is told by how far it moved from one capture to the other: as far as the range that it was
+    computed from (`pgraph.template.match`). So no two ranges may move equally far, or a pointer past the end
+    of one would pass for its neighbour's. In both arenas a range begins (`next_start`) at
+
+        round_up(position + guard, UNIT) + layout * (UNIT + UNIT / 2) + phase
+
+    and `position` is then a guard past its end. Say that range k lies s bytes further on in layout 1 than in
+    layout 0. Both captures take the same sizes in the same order, so what is rounded up for range k + 1 lies
+    s further on, too. Rounding takes away less than UNIT of that, and UNIT + UNIT / 2 come on top: range
+    k + 1 lies more than s + UNIT / 2 further on. So s grows from range to range, and any two ranges lie
+    further apart in layout 1 than in layout 0.
+
+    The lower two bytes of a range's address, less its phase, are 0 in layout 0 and UNIT / 2 in layout 1. So
+    its two addresses never differ in the upper six bytes alone, or in the upper four. That is how the rest of
+    an old pointer differs that somebody has written a number of two or four bytes over.
+    """
+
+    low: int
+    high: int
+    guard: int
+    leaked: bool = False
+    """Set when a library kept some of it: the addresses then stay reserved for ever."""
+    touched: bool = False
+    """Set when kernels that were not recorded may be running on it: they have to end before it goes."""
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> int:
+        """Every address handed out so far lies below it."""
+
+    @abc.abstractmethod
+    def take(self, nbytes: int, phase: int = 0) -> int:
+        """A fresh range of `nbytes` bytes whose address is `phase` modulo `ALIGNMENT`.
+
+        Raises:
+            DriverError: the reserved range is used up.
+        """
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """The device that the ghost tensors claim to be on."""
+
+    def holds(self, address: int) -> bool:
+        """True if the address lies in this arena."""
+        return self.low <= address < self.high
+
+    def tensor(
+        self,
+        address: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        storage_offset: int = 0,
+    ) -> torch.Tensor:
+        """A tensor whose `data_ptr()` is `address`; nothing owns the memory.
+
+        Args:
+            storage_offset: in elements; the storage then begins that much before `address`.
+        """
+        before = storage_offset * dtype.itemsize
+        nbytes = before + extent(size, stride) * dtype.itemsize
+        storage = torch._C._construct_storage_from_data_pointer(address - before, self.device, nbytes)
+        # Not an op of the program: whoever listens to dispatched ops must not hear of it.
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh ghost tensor, in place of `torch.empty_strided`."""
+        nbytes = extent(size, stride) * dtype.itemsize
+        return self.tensor(self.take(nbytes), size, stride, dtype)
+
+
+class Session(abc.ABC):
+    """One capture under way."""
+
+    arena: Arena
+
+    @abc.abstractmethod
+    def node_count(self) -> int:
+        """Number of nodes recorded so far."""
+
+    @abc.abstractmethod
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one dispatched op; results lie in the arena."""
+
+    @abc.abstractmethod
+    def patches(
+        self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
+    ) -> dict[str, Any]:
+        """Names of a generated module to replace while it is captured (allocators, host kernels)."""
+
+    @abc.abstractmethod
+    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+        """End the capture: the graph's handle, its nodes, and their order.
+
+        Raises:
+            CaptureError: the driver refused something on the way.
+        """
+
+    @abc.abstractmethod
+    def hidden(self) -> list[HiddenAllocation]:
+        """Ghost allocations that ops made for themselves, known after `end`."""
+
+
+class Exec(abc.ABC):
+    """An executable range of nodes, with slots to rebind.
+
+    Note [Freed by reference]
+    Graphs and execs are freed when the last reference to them goes. A thread that is in the middle
+    of a launch holds one, so that eviction and reset cannot pull an exec away under it; launches
+    already queued on the device finish first, as the driver promises.
+    """
+
+    nbytes: int = 0
+    """Device memory the driver holds for it, in bytes."""
+    entry: int | None = None
+    """Address of the native helper's `pg_exec`; None where launches go through `launch` only."""
+
+    @abc.abstractmethod
+    def launch(self, bases: list[int], stream: int) -> int:
+        """Write today's addresses into the nodes that changed, then launch.
+
+        Args:
+            bases: one address per region.
+            stream: raw handle of the stream to launch on.
+
+        Returns:
+            Number of nodes rewritten.
+
+        Raises:
+            DriverError: a driver call failed.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeCalls:
+    """What a launch in C asks of a device. Addresses are of C functions.
+
+    Args:
+        empty: (size, stride, dtype) -> an ordinary tensor.
+        current_stream: device index -> raw handle.
+        current_device: () -> device index.
+        index: of the device.
+        raw_alloc: ``int32_t (uint64_t nbytes, void **result)``, from the framework's allocator on the
+            current stream; 0 is success.
+        raw_free: ``int32_t (void *memory)``.
+        capturing: ``int (void *stream, int *status)``: is somebody capturing it? 0 is no; or None.
+        failed: (error code of a launch, whether it was the first) -> never: raises.
+    """
+
+    empty: Callable[..., torch.Tensor]
+    current_stream: Callable[[int], int]
+    current_device: Callable[[], int]
+    index: int
+    raw_alloc: int
+    raw_free: int
+    capturing: int | None
+    failed: Callable[[int, bool], None]
+
+
+class Driver(abc.ABC):
+    """A device, as pgraph sees it."""
+
+    name: ClassVar[str]
+    device: torch.device
+    alignment: ClassVar[int] = ALIGNMENT
+    """Bytes to which the device's allocator aligns everything, at most `ALIGNMENT`."""
+
+    @abc.abstractmethod
+    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held from the first to the last capture of a partition: captures never overlap."""
+
+    @abc.abstractmethod
+    def arena(self, layout: int) -> contextlib.AbstractContextManager[Arena]:
+        """Reserve ghost addresses. `layout` 0 or 1 chooses the gaps (Note [Two layouts])."""
+
+    @abc.abstractmethod
+    def capture(self, arena: Arena) -> contextlib.AbstractContextManager[Session]:
+        """Begin a capture; leaving the block ends it whatever happened."""
+
+    @abc.abstractmethod
+    def instantiate(
+        self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Exec:
+        """An exec of the nodes [first, last) of a captured graph, which wait for one another as captured.
+
+        Args:
+            first, last: joins.
+        """
+
+    @abc.abstractmethod
+    def framework_ranges(self) -> RangeMap | None:
+        """Device memory that the framework's allocator holds now; None where it cannot be known."""
+
+    def workspaces(self) -> frozenset[int]:
+        """First bytes of blocks among it that libraries keep for streams other than the capture's."""
+        return frozenset()
+
+    @abc.abstractmethod
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An ordinary tensor from the ordinary allocator."""
+
+    @abc.abstractmethod
+    def on_device(self) -> contextlib.AbstractContextManager[Any] | None:
+        """A guard that makes this device current; None if it already is."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> int:
+        """Raw handle of the stream that is current on this device."""
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """True inside somebody else's capture on the current stream."""
+
+    def native_calls(self) -> NativeCalls | None:
+        """What a launch in C needs; None where there is none."""
+        return None
+
+    def ghost_peaks(self) -> GhostPeaks | None:
+        """What captures may have added to the device's peak statistics; None if nothing."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free whatever the driver itself holds (streams)."""
+
+
+def further(layout: int) -> int:
+    """Bytes that each range of an arena lies further on for its layout's sake (Note [Two layouts])."""
+    return layout * (UNIT + UNIT // 2)
+
+
+def next_start(position: int, guard: int, layout: int, phase: int = 0) -> int:
+    """First byte of an arena's next range, which is `phase` modulo `ALIGNMENT` (Note [Two layouts])."""
+    return -(-(position + guard) // UNIT) * UNIT + further(layout) + phase % ALIGNMENT
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to one past the last that a strided tensor can touch."""
+    reach = 1
+    for n, step in zip(size, stride, strict=True):
+        if n == 0:
+            return 0
+        reach += (n - 1) * step
+    return reach
+
+
+@contextlib.contextmanager
+def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions in a namespace for the duration of the block, for this thread only.
+
+    Note [Other threads run on]
+    The namespace is a generated module's, and another thread may be in the middle of a plain run of that
+    very code: it must go on with real memory, or its kernels would write to ghosts.
+    """
+    before = {name: namespace[name] for name in replacements}
+    namespace.update({name: _in_this_thread(new, before[name]) for name, new in replacements.items()})
+    try:
+        yield
+    finally:
+        namespace.update(before)
+
+
+def _in_this_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
+    owner = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == owner else old)(*args, **kwargs)
+
+    return either

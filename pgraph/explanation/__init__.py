@@ -1,0 +1,1 @@
+"""What of a program is captured, what is not, why, and what to change first."""

@@ -1,0 +1,92 @@
+"""An explanation as one page: a bar per part, in the order in which they run. No script, no network."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+from pgraph.explanation.text import place
+from pgraph.text import amount
+
+if TYPE_CHECKING:
+    from pgraph.explanation.model import Explanation, PartExplanation
+    from pgraph.reasons import Reason
+
+__all__ = ["page"]
+
+# State -> (colour, mark): the mark tells them apart without colours too.
+_LOOKS = {
+    "captured": ("#2e7d32", "●"),
+    "plain": ("#c62828", "○"),
+    "too small": ("#ef6c00", "◌"),
+    "fallen back": ("#6a1b9a", "✕"),
+    "warming up": ("#546e7a", "…"),
+    "not run": ("#9e9e9e", "-"),
+}
+
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; max-width: 75em; color: #212121; }
+h1 { font-size: 1.3em; } h2 { font-size: 1em; margin: 1.2em 0 .3em; }
+.row { display: flex; gap: 2px; }
+.bar { min-width: 2.2em; padding: .45em .3em; color: #fff; border-radius: 3px; overflow: hidden;
+       white-space: nowrap; text-overflow: ellipsis; font-size: 12px; }
+.legend span { padding: .1em .5em; margin-right: .5em; color: #fff; border-radius: 3px; font-size: 12px; }
+table { border-collapse: collapse; margin-top: 1em; }
+td, th { border-bottom: 1px solid #ddd; padding: .3em .7em; text-align: left; vertical-align: top; }
+code { background: #f3f3f3; padding: 0 .2em; }
+"""
+
+
+def page(explanation: Explanation, *, times: bool) -> str:
+    """The whole page; widths are host time if `times`, device ops otherwise."""
+    body = [f"<h1>{_escape(line)}</h1>" for line in explanation.render(times=times).splitlines()[:1]]
+    body += [f"<p>{_escape(line)}</p>" for line in explanation.render(times=times).splitlines()[1:2]]
+    legend = "".join(
+        f'<span style="background:{colour}">{mark} {state}</span>' for state, (colour, mark) in _LOOKS.items()
+    )
+    body.append(f'<p class="legend">{legend}</p>')
+    if explanation.changes:
+        rows = "".join(
+            f"<tr><td>{i}</td><td>{change.ops:,}</td><td>{_reason(change.reason)}</td></tr>"
+            for i, change in enumerate(explanation.changes, 1)
+        )
+        body.append("<h2>What to change first</h2>")
+        body.append(f"<table><tr><th></th><th>device ops gained</th><th>what</th></tr>{rows}</table>")
+    graphs: dict[int, list[PartExplanation]] = {}
+    for part in explanation.parts:
+        graphs.setdefault(part.graph, []).append(part)
+    for number, parts in graphs.items():
+        body.append(f"<h2>{parts[0].kind} {number}</h2>")
+        body.append(f'<div class="row">{"".join(_bar(part, times) for part in parts)}</div>')
+    return (
+        "<!doctype html>\n"
+        f'<html lang="en"><head><meta charset="utf-8"><title>pgraph</title><style>{_STYLE}</style></head>\n'
+        "<body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def _bar(part: PartExplanation, times: bool) -> str:
+    colour, mark = _LOOKS[part.state]
+    took = f"{part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
+    weight = (part.seconds or 0.0) * 1e6 if times else float(part.device_ops * max(part.calls, 1))
+    facts = [f"{part.name}: {part.state}", amount(part.device_ops, "device op"), took]
+    if part.kernels is not None:
+        slots = sum(number for _, number in part.slots)
+        facts.append(
+            f"{amount(part.kernels, 'kernel')} in {amount(part.chunks, 'chunk')}, {amount(slots, 'slot')}"
+        )
+    for reason in part.reasons:
+        facts += [f"[{reason.code}] {reason.sentence}", place(reason) or "", f"fix: {reason.fix}"]
+    title = _escape("\n".join(fact for fact in facts if fact))
+    label = _escape(f"{mark} part {part.place}: {amount(part.device_ops, 'op')} {took}".rstrip())
+    style = f"flex:{max(weight, 0.1):.1f};background:{colour}"
+    return f'<div class="bar" style="{style}" title="{title}">{label}</div>'
+
+
+def _reason(reason: Reason) -> str:
+    where = f"<br><code>{_escape(found)}</code>" if (found := place(reason)) else ""
+    return f"[{_escape(reason.code)}] {_escape(reason.sentence)}{where}<br>fix: {_escape(reason.fix)}"
+
+
+def _escape(value: str) -> str:
+    return html.escape(value, quote=True)

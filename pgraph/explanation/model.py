@@ -1,0 +1,201 @@
+"""What of a program is captured, what is not, why, and what to change first: text and numbers only.
+
+Made by `pgraph.explanation.session`, shown by `pgraph.explanation.text` and `pgraph.explanation.html`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.explanation import html, text
+from pgraph.partition import facts
+from pgraph.reasons import Reason
+from pgraph.runtime import statistics
+
+__all__ = ["Change", "Explanation", "PartExplanation"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartExplanation:
+    """One part of one graph.
+
+    Args:
+        name: as in the log, e.g. ``"backward 1, part 0"``.
+        kind: "forward", "backward" or "inference".
+        graph: number of the graph in this process.
+        part: position in the graph.
+        state: "captured", "plain", "too small", "fallen back", "warming up" or "not run".
+        ops: (name, count) of its device ops.
+        kernels: nodes of the capture in use; None if there is none.
+        captures: made so far, one per set of sizes and alignments.
+        slots: words rebound at each launch, as ("input" | "output" | "temp", count).
+        chunks: execs launched one after the other.
+        blocks: allocations at each launch.
+        eager_peak: bytes at the peak of running the nodes one by one.
+        plan_peak: bytes at the peak of a launch.
+        exec_bytes: device memory held for all execs.
+        calls: in one step.
+        seconds: of host time in one step, all calls together; None if it did not run.
+        reasons: why it is not captured.
+        piece: position in what pgraph made of the part when it split it by itself; None if it did not.
+        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        split_s: seconds that these splits took, compilation included.
+    """
+
+    name: str
+    kind: str
+    graph: int
+    part: int
+    state: statistics.State
+    ops: tuple[tuple[str, int], ...]
+    kernels: int | None
+    captures: int
+    slots: tuple[tuple[str, int], ...]
+    chunks: int
+    blocks: int
+    eager_peak: int
+    plan_peak: int
+    exec_bytes: int
+    calls: int
+    seconds: float | None
+    reasons: tuple[Reason, ...]
+    piece: int | None = None
+    splits: int = 0
+    split_s: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
+        return f"{self.part}" if self.piece is None else f"{self.part}.{self.piece}"
+
+    @property
+    def device_ops(self) -> int:
+        return sum(count for _, count in self.ops)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """Something that the user can change, and what it would bring.
+
+    Args:
+        reason: with the fix.
+        ops: device ops that would be captured in addition, over all graphs.
+        graphs: parts that would be left between these graphs, less than now.
+        seconds: host time per step of the parts that it keeps outside.
+    """
+
+    reason: Reason
+    ops: int
+    graphs: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` found. Print it, or take `to_dict()`, `to_json()`, `to_html()`.
+
+    Args:
+        parts: in the order in which they ran, then those that did not run.
+        breaks: graph breaks: Python runs between two graphs.
+        changes: what to change, the most rewarding first.
+        uncompiled: (name, count) of the ops of one step that run outside compiled code.
+        steps: how often the program was run.
+        ghost_peaks: devices whose peak statistics may be too high by what captures counted.
+    """
+
+    parts: tuple[PartExplanation, ...]
+    breaks: tuple[Reason, ...]
+    changes: tuple[Change, ...]
+    uncompiled: tuple[tuple[str, int], ...]
+    steps: int
+    ghost_peaks: tuple[GhostPeaks, ...] = ()
+
+    @property
+    def exec_bytes(self) -> int:
+        """Device memory held for all execs of all parts."""
+        return sum(p.exec_bytes for p in self.parts)
+
+    @property
+    def complete(self) -> bool:
+        """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
+        done = all(
+            p.state == "captured" or (p.reasons and all(r.code == facts.SEEDS for r in p.reasons))
+            for p in self.parts
+            if p.state != "not run" and p.device_ops
+        )
+        return done and bool(self.parts) and not self.breaks
+
+    @property
+    def device_ops(self) -> tuple[int, int]:
+        """(captured, all) device ops of one step."""
+        return self._shares(lambda p: p.device_ops * p.calls)
+
+    @property
+    def kernels(self) -> tuple[int, int]:
+        """(captured, all) kernels of one step; an op that is not captured counts as one."""
+        return self._shares(lambda p: (p.kernels if p.kernels is not None else p.device_ops) * p.calls)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """(in launches, in all parts) seconds of host time of one step."""
+        captured, total = self._shares(lambda p: p.seconds or 0.0)
+        return captured, total
+
+    def _shares(self, of: Callable[[PartExplanation], Any]) -> tuple[Any, Any]:
+        return sum(of(p) for p in self.parts if p.state == "captured"), sum(of(p) for p in self.parts)
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, *, times: bool = True) -> str:
+        """The explanation as text.
+
+        Args:
+            times: include measured times, which differ from run to run; the rest does not.
+        """
+        return text.text(self, times=times)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, fit for `json.dumps`."""
+        shares = {"device_ops": self.device_ops, "kernels": self.kernels, "seconds": self.seconds}
+        return {
+            "complete": self.complete,
+            "steps": self.steps,
+            "exec_bytes": self.exec_bytes,
+            "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
+            **{name: {"captured": part, "all": whole} for name, (part, whole) in shares.items()},
+            "parts": [
+                {
+                    **dataclasses.asdict(p),
+                    "device_ops": p.device_ops,
+                    "ops": dict(p.ops),
+                    "slots": dict(p.slots),
+                    "reasons": [dataclasses.asdict(r) for r in p.reasons],
+                }
+                for p in self.parts
+            ],
+            "uncompiled": dict(self.uncompiled),
+            "breaks": [dataclasses.asdict(r) for r in self.breaks],
+            "changes": [dataclasses.asdict(c) for c in self.changes],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self, path: str | pathlib.Path | None = None, *, times: bool = True) -> str:
+        """A timeline as one self-contained page; written to `path` if one is given.
+
+        Args:
+            path: file to write.
+            times: width of a bar by host time instead of by device ops.
+        """
+        page = html.page(self, times=times)
+        if path is not None:
+            pathlib.Path(path).write_text(page, encoding="utf-8")
+        return page

@@ -1,0 +1,213 @@
+"""`pgraph.explain`: run a program for real until nothing new is captured, and look at what ran.
+
+Every part that runs is watched (`pgraph.runtime.observe`); what comes of it is an `Explanation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from pgraph import compat, drivers
+from pgraph.compiler.graph_breaks import from_log
+from pgraph.errors import OptionError
+from pgraph.explanation.model import Change, Explanation, PartExplanation
+from pgraph.options import parse
+from pgraph.partition import facts
+from pgraph.reasons import Reason
+from pgraph.runtime import observe, statistics
+
+__all__ = ["explain"]
+
+_LIMIT = 12  # steps at most, if the caller does not say how many
+_MEASURED = 3
+
+
+def explain(
+    fn: Callable[..., Any], *, steps: int | None = None, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Explanation]:
+    """Explain what pgraph makes of a program: ``pgraph.explain(model)(x)``.
+
+    Args:
+        fn: a model or function; compiled here, unless it is compiled with pgraph or calls something that
+            is (a training step). To see the backward, pass a function that calls ``backward()``.
+        steps: how often to run it; the last run is measured. None: until nothing new is captured, at
+            most 12 times, and three more to measure. One more under the profiler finds what is not
+            compiled.
+        dynamic: as for `torch.compile`.
+        options: as for ``torch.compile(..., backend="pgraph", options=...)``.
+
+    Returns:
+        A function of `fn`'s arguments. It runs `fn` on them several times, side effects included.
+
+    Raises:
+        OptionError: an option is not valid, or is given for a program that is already compiled.
+    """
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise OptionError(f"explain: steps is {steps!r}. Fix: pass an int of at least 1, or None")
+    if not callable(fn):
+        raise OptionError(f"explain: {fn!r} is no model or function. Fix: pass what you would call")
+    if "options" in options:
+        raise OptionError("explain: pass options by name, as in explain(fn, warmup=2), not as options={...}")
+    parse(options)
+
+    def run(*args: Any, **kwargs: Any) -> Explanation:
+        return _Session(fn, steps, dynamic, options).explain(args, kwargs)
+
+    return run
+
+
+class _Session:
+    """One explanation in the making."""
+
+    def __init__(
+        self, fn: Callable[..., Any], steps: int | None, dynamic: bool | None, options: dict[str, Any]
+    ) -> None:
+        self._fn, self._steps, self._dynamic, self._options = fn, steps, dynamic, options
+        self._history: list[list[observe.Run]] = []
+
+    def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+        known = {id(part) for part in statistics.live_parts()}
+        with compat.hearing_graph_breaks() as heard:
+            self._prepare(args, kwargs, heard)
+            if self._steps is not None:
+                while len(self._history) < self._steps:
+                    self._step(args, kwargs)
+                measured = self._history[-1:]
+            else:
+                while not self._settled() and len(self._history) < _LIMIT:
+                    self._step(args, kwargs)
+                measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
+            between = observe.count_ops(lambda: self._fn(*args, **kwargs))
+        live = set(statistics.live_parts())  # those that were split are gone
+        seen = [p for p in dict.fromkeys(run.part for step in self._history for run in step) if p in live]
+        numbers = {part.stats.facts.graph.number for part in seen}
+        idle = [
+            p
+            for p in statistics.live_parts()
+            if p not in seen and (id(p) not in known or p.stats.facts.graph.number in numbers)
+        ]
+        parts = tuple(_part(part, measured) for part in (*seen, *idle))
+        graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
+        calls = {p.graph: p.calls for p in reversed(parts)}
+        found = _breaks(graphs, heard)
+        changes = _changes(parts, graphs, calls, found)
+        steps = len(self._history) + 1
+        return Explanation(parts, found, changes, tuple(between.items()), steps, drivers.ghost_peaks())
+
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
+        """Compile the program, unless its first run shows that it is compiled already.
+
+        Where Dynamo gives up on a whole function, nothing compiled runs; what it says tells.
+        """
+        fresh = not compat.is_compiled(self._fn)
+        if fresh:
+            # A training step, perhaps: compiling it as a whole would not be the user's program.
+            fresh = not self._step(args, kwargs) and not heard
+        if not fresh:
+            if self._options or self._dynamic is not None:
+                raise OptionError(
+                    f"explain: options {sorted(self._options)} are given for a program that is compiled "
+                    "already. Fix: give them to torch.compile"
+                )
+            return
+        from pgraph.backend import backend
+
+        self._history.clear()
+        self._fn = torch.compile(
+            self._fn, backend=backend, dynamic=self._dynamic, options=self._options or None
+        )
+
+    def _step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[observe.Run]:
+        with observe.watching() as watch:
+            self._fn(*args, **kwargs)
+        self._history.append(watch.runs)
+        return watch.runs
+
+    def _settled(self) -> bool:
+        """Everything that can be captured was launched, or nothing has changed for a while."""
+        if len(self._history) < 2:
+            return False
+        shapes = [[(id(run.part), run.launched) for run in step] for step in self._history]
+        if shapes[-1] != shapes[-2]:
+            return False
+        waiting = [r for r in self._history[-1] if not r.launched and _may_launch(r.part)]
+        return not waiting or (len(shapes) > 5 and all(shape == shapes[-1] for shape in shapes[-5:]))
+
+
+def _may_launch(part: Any) -> bool:
+    return bool(part.stats.facts.safe and part.stats.reason is None)
+
+
+def _part(part: Any, measured: Sequence[Sequence[observe.Run]]) -> PartExplanation:
+    counters: statistics.PartitionStats = part.stats
+    known = counters.facts
+    times = [[run.seconds for run in step if run.part is part] for step in measured]
+    template = part.template() if known.safe else None
+    kinds = [template.regions[slot.region].kind for slot in template.slots] if template else []
+    return PartExplanation(
+        name=counters.name,
+        kind=known.graph.kind,
+        graph=known.graph.number,
+        part=known.index or 0,
+        piece=known.piece,
+        state=counters.state,
+        ops=known.ops,
+        kernels=len(template.nodes) if template else None,
+        captures=counters.captures,
+        slots=tuple((kind, kinds.count(kind)) for kind in ("input", "output", "temp")) if template else (),
+        chunks=len(template.plan.chunks) if template else 0,
+        blocks=len(template.plan.blocks) if template else 0,
+        eager_peak=template.plan.eager_peak if template else 0,
+        plan_peak=template.plan.peak if template else 0,
+        exec_bytes=counters.exec_bytes,
+        calls=len(times[-1]),
+        seconds=min((sum(step) for step in times if step), default=None),
+        reasons=counters.reasons,
+        splits=counters.splits,
+        split_s=counters.split_s,
+    )
+
+
+def _breaks(graphs: Iterable[facts.GraphFacts], heard: Iterable[str]) -> tuple[Reason, ...]:
+    """Breaks met while compiling, and those at the end of graphs compiled before; each place once."""
+    found = [reason for message in heard if (reason := from_log(message)) is not None]
+    places = {reason.where for reason in found}
+    found += [graph.broken for graph in graphs if graph.broken and graph.broken.where not in places]
+    return tuple(dict.fromkeys(found))
+
+
+def _changes(
+    parts: Sequence[PartExplanation],
+    graphs: Sequence[facts.GraphFacts],
+    calls: dict[int, int],
+    breaks: Sequence[Reason],
+) -> tuple[Change, ...]:
+    """Graph breaks first: what runs between two graphs is not even seen. Then by ops gained."""
+    refused: dict[Any, Reason] = {}
+    for graph in graphs:
+        for step in graph.steps:
+            if step.reason is not None and not step.reason.fix.startswith("nothing to do"):
+                refused.setdefault(facts.same_cause(step.reason), step.reason)
+    changes = []
+    for key, reason in refused.items():
+        ops = fewer = 0
+        for graph in graphs:
+            if any(step.reason and facts.same_cause(step.reason) == key for step in graph.steps):
+                now, then = facts.captured_ops(graph), facts.captured_ops(graph, without=reason)
+                ops += (then[0] - now[0]) * max(calls.get(graph.number, 1), 1)
+                fewer += now[1] - then[1]
+        changes.append(Change(reason, ops, fewer, _seconds(parts, key)))
+    for part in parts:
+        if part.state == "fallen back":
+            key = facts.same_cause(part.reasons[-1])
+            ops = part.device_ops * max(part.calls, 1)
+            changes.append(Change(part.reasons[-1], ops, 0, part.seconds or 0.0))
+    changes.sort(key=lambda c: (-c.ops, -c.graphs))
+    return (*(Change(reason, 0, 0, 0.0) for reason in breaks), *changes)
+
+
+def _seconds(parts: Iterable[PartExplanation], key: tuple[str, ...]) -> float:
+    return sum(p.seconds or 0.0 for p in parts if any(facts.same_cause(r) == key for r in p.reasons))

@@ -1,0 +1,125 @@
+"""An explanation as text."""
+
+from __future__ import annotations
+
+import linecache
+from typing import TYPE_CHECKING
+
+from pgraph.reasons import Reason
+from pgraph.text import amount
+
+if TYPE_CHECKING:
+    from pgraph.explanation.model import Change, Explanation, PartExplanation
+
+__all__ = ["place", "text"]
+
+_SHOWN_OPS = 4
+
+
+def text(explanation: Explanation, *, times: bool) -> str:
+    """All of it; see `Explanation.render`."""
+    lines = _summary(explanation, times)
+    if explanation.changes:
+        lines += ["", "What to change first:"]
+        for number, change in enumerate(explanation.changes, 1):
+            lines += _change(number, change, explanation, times)
+    graph = None
+    for part in explanation.parts:
+        if part.graph != graph:
+            lines += ["", f"{part.kind} {part.graph}"]
+            graph = part.graph
+        lines += _part(part, times)
+    return "\n".join(lines) + "\n"
+
+
+def place(reason: Reason) -> str | None:
+    """``file:line: source`` of the user's own line, as far as it is known."""
+    if reason.where is None:
+        return None
+    path, _, line = reason.where.rpartition(":")
+    source = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+    return f"{reason.where}: {source}" if source else reason.where
+
+
+def _summary(explanation: Explanation, times: bool) -> list[str]:
+    run = [p for p in explanation.parts if p.calls]
+    captured = sum(p.state == "captured" for p in run)
+    verdict = f"{captured} of {len(run)} parts captured"
+    if explanation.complete:
+        verdict = "all that is compiled is captured"
+    if not explanation.parts:
+        verdict = "nothing was compiled"
+    cuts = len(explanation.breaks)
+    shares = [f"device ops {_share(*explanation.device_ops)}", f"kernels {_share(*explanation.kernels)}"]
+    if times:
+        done, total = explanation.seconds
+        shares.append(f"host time {done * 1e6:,.0f} of {total * 1e6:,.0f} us")
+    lines = [
+        f"pgraph: {verdict}" + (f", {amount(cuts, 'graph break')}" if cuts else ""),
+        f"captured: {', '.join(shares)}",
+    ]
+    if explanation.exec_bytes:
+        lines.append(f"memory of the recordings: {explanation.exec_bytes:,} B of execs")
+    lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]
+    if explanation.uncompiled:
+        ops = sum(count for _, count in explanation.uncompiled)
+        lines.append(f"not compiled: {amount(ops, 'op')}: {_ops(explanation.uncompiled)}")
+    return lines
+
+
+def _share(part: float, whole: float) -> str:
+    percent = f" ({100 * part / whole:.0f} %)" if whole else ""
+    return f"{part:,} of {whole:,}{percent}"
+
+
+def _change(number: int, change: Change, explanation: Explanation, times: bool) -> list[str]:
+    reason = change.reason
+    if reason in explanation.breaks:
+        gain = "joins what lies before and after the break, and compiles what Python runs there"
+    else:
+        gain = f"{amount(change.ops, 'more device op')} captured"
+        if change.graphs > 0:
+            gain += f", {amount(change.graphs, 'part')} fewer"
+        if times and change.seconds:
+            gain += f", of {change.seconds * 1e6:,.0f} us outside now"
+    lines = [f"  {number}. {gain}"]
+    return lines + _reason(reason, " " * 5)
+
+
+def _reason(reason: Reason, indent: str) -> list[str]:
+    lines = [f"{indent}[{reason.code}] {reason.sentence}"]
+    if (where := place(reason)) is not None:
+        lines.append(f"{indent}at {where}")
+    lines.append(f"{indent}fix: {reason.fix}")
+    return lines
+
+
+def _part(part: PartExplanation, times: bool) -> list[str]:
+    calls = f" x {part.calls}" if part.calls > 1 else ""
+    took = f", {part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
+    lines = [f"  part {part.place}: {part.state}{calls}, {amount(part.device_ops, 'device op')}{took}"]
+    if part.ops:
+        lines.append(f"    ops: {_ops(part.ops)}")
+    if part.kernels is not None:
+        slots = ", ".join(f"{count} {kind}" for kind, count in part.slots)
+        lines.append(
+            f"    {amount(part.captures, 'capture')}: {amount(part.kernels, 'kernel')}; slots {slots}; "
+            f"{part.exec_bytes:,} B of execs"
+        )
+        lines.append(
+            f"    plan: {amount(part.chunks, 'chunk')}, {amount(part.blocks, 'block')}, "
+            f"peak {part.plan_peak:,} B, eager {part.eager_peak:,} B"
+        )
+    if part.splits:
+        cost = f", in {part.split_s:.1f} s" if times else ""
+        lines.append(f"    split by pgraph itself {amount(part.splits, 'time')}{cost}")
+    for reason in part.reasons:
+        lines += _reason(reason, " " * 4)
+    return lines
+
+
+def _ops(ops: tuple[tuple[str, int], ...]) -> str:
+    ranked = sorted(ops, key=lambda op: -op[1])
+    shown = [f"{name} x {count}" if count > 1 else name for name, count in ranked[:_SHOWN_OPS]]
+    rest = len(ranked) - len(shown)
+    return ", ".join(shown) + (f", and {amount(rest, 'kind')} more" if rest else "")

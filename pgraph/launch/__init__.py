@@ -1,0 +1,1 @@
+"""Today's addresses in, ordinary tensors out."""

@@ -1,0 +1,181 @@
+"""Which ops may be captured in a CUDA graph whose addresses are rebound at each launch.
+
+One pure function, `refusal`, asks a table of small rules, `RULES`. Each rule states one way in which
+a launch could differ from running the op again: it works on the host, its result's shape depends on
+data, it draws random numbers, it hides an address. Ops are matched by packet (``ns::name``), so that
+an overload, an in-place or an ``out=`` sibling of one name is judged together.
+
+What no rule refuses is not trusted for that: the two captures prove it, and a failure there falls
+back. A rule exists so that one known op does not cost its whole partition the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+from pgraph.errors import OptionError
+from pgraph.ops import op_names
+from pgraph.ops import op_rules as ops
+from pgraph.ops import value_rules as values
+from pgraph.ops.fx import is_neutral, is_structural, op_name, op_of, user_line, why
+from pgraph.reasons import Reason
+
+__all__ = ["RULES", "is_neutral", "mark_unsafe", "refusal", "unmark_unsafe", "user_line"]
+
+Rule = Callable[[Node, str], Reason | None]
+
+_marks: dict[str, tuple[str, str]] = {}
+
+
+# --- the user's own marks
+
+
+def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) -> None:
+    """Keep every overload of an op out of all graphs compiled from now on.
+
+    Marking the same op again replaces its texts, so that a module may be imported twice. `unmark_unsafe`
+    takes a mark back; no reset does. Composite ops (``aten::linear``, ``aten::matmul``) are gone before
+    pgraph sees a graph: mark what they become, as `explain` names it.
+
+    Args:
+        op: an op, a packet such as ``torch.ops.my.op``, or ``"my::op"`` (it need not exist yet).
+        reason: what the op does that a graph cannot repeat, e.g. ``"counts its calls on the host"``.
+        fix: what a user of the op can change.
+
+    Raises:
+        OptionError: `op` names no op, or a text is empty.
+    """
+    name = _mark_name(op)
+    for label, text in (("reason", reason), ("fix", fix)):
+        if not isinstance(text, str) or not text.strip():
+            raise OptionError(
+                f"mark_unsafe({name!r}): {label} is {text!r}. Fix: say it in a sentence, it is what users see"
+            )
+    _marks[name] = (reason.strip(), fix.strip())
+
+
+def unmark_unsafe(op: OpOverload | OpOverloadPacket | str) -> None:
+    """Take a mark back; an op that is not marked is left alone."""
+    _marks.pop(_mark_name(op), None)
+
+
+def _mark_name(op: Any) -> str:
+    if isinstance(op, OpOverload):
+        return op_name(op)
+    if isinstance(op, OpOverloadPacket):
+        return str(op._qualified_op_name)
+    if isinstance(op, str) and re.fullmatch(r"\w+::\w+", op):
+        return op
+    raise OptionError(
+        f"mark_unsafe: {op!r} is no op. Fix: pass torch.ops.ns.name, one of its overloads, or 'ns::name'"
+    )
+
+
+# --- the table
+
+
+def _marked(node: Node, device_type: str) -> Reason | None:
+    # Inductor's front end takes many ops apart; what is left of one still names it.
+    origin = node.meta.get("original_aten")
+    names = (op_name(op_of(node)), op_name(origin) if isinstance(origin, OpOverload) else "")
+    name = next((name for name in names if name in _marks), None)
+    if name is None:
+        return None
+    reason, fix = _marks[name]
+    return why(node, "marked", f"{name} is marked unsafe: {reason}", fix)
+
+
+def _unsafe_subgraph(node: Node, device_type: str) -> Reason | None:
+    # A kernel made from the user's functions is as safe as they are.
+    if op_name(op_of(node)).removeprefix("higher_order::") not in op_names.SUBGRAPH_HOPS:
+        return None
+    for source in node.all_input_nodes:
+        if source.op != "get_attr":
+            continue
+        module = _attribute(source)
+        if isinstance(module, torch.Tensor):
+            continue
+        if not isinstance(module, torch.fx.GraphModule):
+            return why(
+                node,
+                "higher-order",
+                f"{op_name(op_of(node))} calls {source.target}, whose graph is not at hand",
+                "pass a function that torch.compile can trace",
+            )
+        for inner in module.graph.nodes:
+            for rule in () if is_structural(inner) else RULES:
+                if rule not in _OUTER_RULES and (found := rule(inner, device_type)):
+                    return found
+    return None
+
+
+def _attribute(node: Node) -> Any:
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+# The order is the order in which a user would want to hear of it: the most specific first.
+RULES: Final[tuple[Rule, ...]] = (
+    _marked,
+    ops.tagged,
+    ops.listed,
+    ops.higher_order,
+    _unsafe_subgraph,
+    ops.collective,
+    ops.stream,
+    ops.host_read,
+    ops.host_sync,
+    values.grouped,
+    values.bool_index,
+    ops.solver,
+    ops.library_state,
+    values.dynamic_shape,
+    ops.storage,
+    ops.pinned,
+    values.device_copy,
+    ops.random,
+    values.layout,
+    values.unbacked_size,
+    values.opaque,
+    ops.not_an_op,
+    values.no_metadata,
+    values.other_device,
+    values.several_devices,
+    values.host_only,
+)
+
+# Values inside a subgraph are scalars of one kernel; what they come from is judged at the op itself.
+_OUTER_RULES: Final = frozenset({values.no_metadata, values.other_device, values.host_only})
+
+
+def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reason | None:
+    """Why `node` must stay out of every graph, or None when it may be captured.
+
+    Args:
+        node: a node of an ATen graph, with ``meta["val"]``. Placeholders, attributes and the output
+            are never refused.
+        device_type: type of the device that is captured, e.g. ``"cuda"``; the host driver captures
+            ``"cpu"``.
+        rng_is_safe: the launcher moves the generator itself, so that random ops may be captured.
+
+    Returns:
+        The first refusal in the order of `RULES`. None for neutral nodes too (`is_neutral`), unless
+        they touch another device or a size known only after a kernel has run.
+    """
+    if is_structural(node):
+        return None
+    for rule in RULES:
+        if rng_is_safe and rule is ops.random:
+            continue
+        found = rule(node, device_type)
+        if found is not None:
+            return found
+    return None

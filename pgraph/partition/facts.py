@@ -1,0 +1,335 @@
+"""What is known about a graph and its parts when they are compiled: strings and numbers only.
+
+The facts outlive the FX graph: a report must not keep a model, a module or a tensor alive. They hold
+enough of the order of ops to answer "what would be captured if this reason were gone?" (`captured_ops`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from pgraph.ops import op_names
+from pgraph.ops.fx import (
+    input_values,
+    is_foreign,
+    is_neutral,
+    is_structural,
+    op_name,
+    op_of,
+    output_values,
+    unbacked,
+    user_line,
+)
+from pgraph.partition.module_names import module_of
+from pgraph.partition.split import Part
+from pgraph.reasons import Reason
+
+__all__ = [
+    "GraphFacts",
+    "PartFacts",
+    "Step",
+    "captured_ops",
+    "graph_facts",
+    "part_facts",
+    "respliced",
+    "same_cause",
+    "split_facts",
+]
+
+Kind = Literal["forward", "backward", "inference"]
+
+SEEDS: Final = "rng-seeds"
+"""Code of the refusal that costs nothing: seeds are drawn before the graph that takes them."""
+
+# Refusals of a whole recording by the driver, which names no op.
+_UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """Ops in a row that share a fate.
+
+    Args:
+        ops: how many device ops.
+        reason: why they stay outside, traced back to its cause; None if they may be captured.
+    """
+
+    ops: int
+    reason: Reason | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """One ATen graph.
+
+    Args:
+        kind: what AOTAutograd made it for.
+        number: counts the graphs of this process.
+        min_ops: the option in force when it was cut.
+        steps: its device ops in the order in which they run.
+        broken: why Dynamo ended the graph where it did, if the function went on.
+    """
+
+    kind: Kind
+    number: int
+    min_ops: int
+    steps: tuple[Step, ...] = ()
+    broken: Reason | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.number}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartFacts:
+    """One part of a graph.
+
+    Args:
+        graph: the graph that it is a part of.
+        index: position among the parts; None if the graph was not cut.
+        piece: position among what pgraph made of a part when it split it by itself.
+        safe: whether it may be captured.
+        ops: (name, count) of its device ops, in order of first use.
+        reasons: why it may not be captured.
+        places: (name, file:line) of its device ops, where known; of each op the first.
+        foreign: names of the custom ops among them.
+        module: the innermost module of the user's that it comes from, e.g. ``"Block layers.3"``.
+    """
+
+    graph: GraphFacts
+    index: int | None
+    safe: bool
+    ops: tuple[tuple[str, int], ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    places: tuple[tuple[str, str], ...] = ()
+    foreign: tuple[str, ...] = ()
+    module: str = ""
+    piece: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.graph.name if self.index is None else f"{self.graph.name}, part {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
+        return f"{self.index or 0}" if self.piece is None else f"{self.index or 0}.{self.piece}"
+
+    @property
+    def label(self) -> str:
+        """Name and module, for the profiler."""
+        return f"{self.name}: {self.module}" if self.module else self.name
+
+    @property
+    def device_ops(self) -> int:
+        return sum(count for _, count in self.ops)
+
+    def placed(self, reason: Reason, op: str | None) -> Reason:
+        """The reason with the user's line of `op`.
+
+        Where the driver did not say which op it was, and it was none that was dispatched when the
+        error came, the custom ops are named: what PyTorch's own ops do in a capture is known.
+        """
+        if op is None and reason.code in _UNNAMED and self.foreign:
+            op = self.foreign[0]
+            names = ", ".join(self.foreign[:3])
+            reason = dataclasses.replace(reason, sentence=f"{reason.sentence} (custom ops here: {names})")
+        where = dict(self.places).get(op or "")
+        return reason if reason.where or where is None else dataclasses.replace(reason, where=where)
+
+    @property
+    def seeds_only(self) -> bool:
+        """It draws seeds for the graph behind it and does nothing else."""
+        return bool(self.reasons) and all(reason.code == SEEDS for reason in self.reasons)
+
+
+def graph_facts(
+    kind: Kind,
+    number: int,
+    graph: Graph,
+    parts: Sequence[Part],
+    judged: Mapping[Node, Reason | None],
+    *,
+    min_ops: int,
+    broken: Reason | None = None,
+) -> tuple[GraphFacts, dict[Node, Reason]]:
+    """The facts of a graph, and for each refused node the reason at the root of it.
+
+    Args:
+        parts: of `graph`, in order.
+        judged: what the safety rules said of each node.
+    """
+    causes = _causes(graph, judged)
+    return GraphFacts(kind, number, min_ops, _steps(parts, causes), broken), causes
+
+
+def _steps(parts: Sequence[Part], causes: Mapping[Node, Reason]) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    for part in parts:
+        for node in part.nodes:
+            reason = causes.get(node)
+            if reason is None and is_neutral(node):
+                continue
+            if steps and steps[-1].reason == reason:
+                steps[-1] = Step(steps[-1].ops + 1, reason)
+            else:
+                steps.append(Step(1, reason))
+    return tuple(steps)
+
+
+def split_facts(
+    whole: PartFacts, first: int, parts: Sequence[Part], refused: Mapping[Node, Reason]
+) -> list[PartFacts]:
+    """The facts of the parts of a part; they have new facts of the graph in common.
+
+    Args:
+        whole: the part that was split.
+        first: device ops of the graph that run before it.
+        parts: of its nodes, in order.
+        refused: why nodes stay outside.
+    """
+    graph = respliced(whole.graph, first, whole.device_ops, _steps(parts, refused))
+    found = []
+    for part in parts:
+        facts = part_facts(graph, part, refused, whole=False)
+        if whole.index is not None:
+            facts = dataclasses.replace(facts, index=whole.index, piece=part.index)
+        found.append(facts)
+    return found
+
+
+def respliced(graph: GraphFacts, first: int, ops: int, steps: Sequence[Step]) -> GraphFacts:
+    """A graph of which `ops` device ops, from number `first` on, have other steps than they had."""
+    before, after, at = [], [], 0
+    for step in graph.steps:
+        end = at + step.ops
+        if at < first:
+            before.append(Step(min(end, first) - at, step.reason))
+        if end > first + ops:
+            after.append(Step(end - max(at, first + ops), step.reason))
+        at = end
+    return dataclasses.replace(graph, steps=(*before, *steps, *after))
+
+
+def part_facts(graph: GraphFacts, part: Part, causes: Mapping[Node, Reason], *, whole: bool) -> PartFacts:
+    """The facts of one part; `whole` if it is the only one."""
+    ops = Counter(op_name(op_of(node)) for node in part.nodes if node in causes or not is_neutral(node))
+    # What the rules say of a node, but once per cause; then what the partitioner added.
+    reasons: dict[Any, Reason] = {}
+    for node in part.nodes:
+        if node in causes:
+            reasons.setdefault(_kind(causes[node]), causes[node])
+    for reason in part.reasons:
+        if reason.code == "too-small":
+            reasons.setdefault(_kind(reason), reason)
+    if part.safe:
+        reasons.clear()
+    return PartFacts(
+        graph,
+        None if whole else part.index,
+        part.safe,
+        tuple(ops.items()),
+        tuple(reasons.values()),
+        *_places(part),
+        module=module_of(part.nodes),
+    )
+
+
+def _places(part: Part) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Where the part's ops stand in the user's code, and which of them are custom ops."""
+    places: dict[str, str] = {}
+    foreign: dict[str, None] = {}
+    for node in part.nodes:
+        name = op_name(op_of(node))
+        if is_foreign(op_of(node)):
+            foreign[name] = None
+        if name not in places and not is_neutral(node) and (where := user_line(node)) is not None:
+            places[name] = where
+    return tuple(places.items()), tuple(foreign)
+
+
+def same_cause(reason: Reason) -> tuple[str, ...]:
+    """Reasons with the same key go away by the same change: what stands on one line of the user's.
+
+    A line often expands to several refused ops, in the forward and in the backward.
+    """
+    return (reason.where,) if reason.where is not None else _kind(reason)
+
+
+def _kind(reason: Reason) -> tuple[str, ...]:
+    return (reason.code, reason.fix, reason.where or reason.sentence)
+
+
+def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int, int]:
+    """(device ops in captured parts, number of parts) if all of `without`'s cause were gone."""
+    gone = same_cause(without) if without is not None else None
+    runs: list[list[Any]] = []
+    for step in graph.steps:
+        safe = step.reason is None or same_cause(step.reason) == gone
+        if runs and runs[-1][0] == safe:
+            runs[-1][1] += step.ops
+        else:
+            runs.append([safe, step.ops])
+    if len(runs) > 1:
+        for run in runs:
+            run[0] = run[0] and run[1] >= graph.min_ops
+    parts = sum(i == 0 or runs[i - 1][0] != run[0] for i, run in enumerate(runs))
+    return sum(ops for safe, ops in runs if safe), parts
+
+
+# -- causes --------------------------------------------------------------------------------------
+
+# Sizes found by a kernel of the forward return in the backward; the graphs share only the ShapeEnv.
+_known: weakref.WeakKeyDictionary[Any, dict[str, Reason]] = weakref.WeakKeyDictionary()
+
+
+def _causes(graph: Graph, judged: Mapping[Node, Reason | None]) -> dict[Node, Reason]:
+    """Refused nodes with the reason to act on.
+
+    An op that only suffers from a size that depends on data (`unbacked-size`) is freed by changing the
+    op that made the size, so it is counted there.
+    """
+    makers: dict[Any, Node] = {}
+    for node in graph.nodes:
+        for value in () if is_structural(node) else output_values(node):
+            for symbol in unbacked(value):
+                makers.setdefault(symbol, node)
+    causes: dict[Node, Reason] = {}
+    for node, reason in judged.items():
+        if reason is None:
+            continue
+        if reason.code == "rng" and op_name(op_of(node)) in op_names.SEED_OPS:
+            reason = dataclasses.replace(reason, code=SEEDS)
+        causes[node] = _cause(node, reason, makers, judged)
+    return causes
+
+
+def _cause(
+    node: Node, reason: Reason, makers: Mapping[Any, Node], judged: Mapping[Node, Reason | None]
+) -> Reason:
+    suffers = reason.code == "unbacked-size" or op_name(op_of(node)) == "aten::_assert_scalar"
+    for value in (*output_values(node), *(value for _, value in input_values(node))):
+        for symbol in sorted(unbacked(value), key=str):
+            env = _shape_env(value)
+            known = _known.setdefault(env, {}) if env is not None else {}
+            made = judged.get(makers[symbol]) if symbol in makers else None
+            if made is not None and made.code != "unbacked-size":
+                known.setdefault(str(symbol), made)
+            if suffers and str(symbol) in known:
+                return known[str(symbol)]
+    return reason
+
+
+def _shape_env(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        numbers = (*value.shape, *value.stride()) if value.layout == torch.strided else tuple(value.shape)
+        value = next((n for n in numbers if isinstance(n, torch.SymInt)), None)
+    return getattr(getattr(value, "node", None), "shape_env", None)

@@ -1,0 +1,1 @@
+"""What stands in a partition's place from call to call: warm-up, capture, launches, failures, counters."""

@@ -1,0 +1,46 @@
+"""A split graph at run time: its parts in program order, values handed from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pgraph.partition.split import Const, SplitPlan
+from pgraph.runtime.partition_runner import Boxed
+
+__all__ = ["GraphRunner"]
+
+
+class GraphRunner:
+    """Runs the parts of a split graph in order over a list of values.
+
+    Each value lives until the last part that reads it has been handed it, as it would in one piece of code.
+
+    Args:
+        split: which values each part takes and makes.
+        parts: the code of each part; takes one list and empties it.
+    """
+
+    def __init__(self, split: SplitPlan, parts: Sequence[Boxed]) -> None:
+        self._n_slots = split.n_slots
+        self._input_slots = split.input_slots
+        self._outputs = split.output_slots
+        self._calls = [
+            (part, call.inputs, call.outputs, call.last_use)
+            for part, call in zip(parts, split.calls, strict=True)
+        ]
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        values: list[Any] = [None] * self._n_slots
+        for position, slot in enumerate(self._input_slots):
+            values[slot] = args[position]
+        args.clear()
+        for part, inputs, outputs, last_use in self._calls:
+            handed = [values[slot] for slot in inputs]
+            for slot in last_use:
+                values[slot] = None
+            results = part(handed)
+            for slot, result in zip(outputs, results, strict=True):
+                values[slot] = result
+            results = result = None  # or the last one would outlive its last use by a part
+        return tuple(o.value if isinstance(o, Const) else values[o] for o in self._outputs)

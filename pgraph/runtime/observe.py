@@ -1,0 +1,143 @@
+"""Watching parts run: in which order, and how long each call keeps the host busy.
+
+Off, it costs one comparison per launch. On (`pgraph.explain`), every part goes through `Watch.call`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from pgraph import compat
+from pgraph.ops.fx import VIEWS
+from pgraph.partition.facts import PartFacts
+from pgraph.partition.module_names import in_range
+from pgraph.runtime import statistics
+
+__all__ = ["PlainPart", "Run", "Watch", "count_ops", "watching"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One call of a part.
+
+    Args:
+        part: what ran.
+        seconds: from handing over the arguments to the results, on the host; the device was idle before.
+        launched: whether it was served by a launch.
+    """
+
+    part: Any
+    seconds: float
+    launched: bool
+
+
+class Watch:
+    """Collects the calls of parts, from all threads (the backward has its own).
+
+    Args:
+        mark: show each call to the profiler, see `count_ops`.
+    """
+
+    def __init__(self, mark: bool = False) -> None:
+        self.runs: list[Run] = []
+        self._mark = mark
+        self._inside = threading.local()
+
+    def outside(self) -> bool:
+        """True unless this thread is already in a watched call."""
+        return not getattr(self._inside, "yes", False)
+
+    def call(self, part: Any, args: list[Any]) -> Any:
+        """Call a part and note it."""
+        drain()
+        launches = part.stats.launches
+        self._inside.yes = True
+        start = time.perf_counter()
+        try:
+            with torch.autograd.profiler.record_function(_MARK) if self._mark else contextlib.nullcontext():
+                result = part(args)
+        finally:
+            self._inside.yes = False
+        self.runs.append(Run(part, time.perf_counter() - start, part.stats.launches > launches))
+        return result
+
+
+watch: Watch | None = None
+"""The one in force; read at every call of a part."""
+
+
+_MARK = "pgraph::part"
+_FREE = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "item", "result_type"))
+
+
+@contextlib.contextmanager
+def watching(mark: bool = False) -> Iterator[Watch]:
+    """Watch every part of this process for the duration of the block; blocks may nest."""
+    global watch
+    before, watch = watch, Watch(mark)
+    try:
+        yield watch
+    finally:
+        watch = before
+
+
+def count_ops(fn: Callable[[], Any]) -> Counter[str]:
+    """Ops that run outside every part while `fn` runs: what Dynamo left to Python, and the optimizer.
+
+    Views and allocations do not count; an op that calls others counts as one.
+    """
+    with watching(mark=True), torch.autograd.profiler.profile() as profile:
+        fn()
+    found: Counter[str] = Counter()
+    for event in profile.function_events or ():
+        if not event.name.startswith("aten::") or event.name in VIEWS or event.name in _FREE:
+            continue
+        parent = event.cpu_parent
+        while parent is not None and parent.name != _MARK and not parent.name.startswith("aten::"):
+            parent = parent.cpu_parent
+        if parent is None:
+            found[event.name] += 1
+    return found
+
+
+def drain() -> None:
+    """Wait for the device: a full queue would be counted as launch time."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+
+
+class PlainPart:
+    """Callable in place of the code of a part that is never captured; it only counts.
+
+    Args:
+        facts: of the part.
+        plain: its code; takes one list and empties it.
+    """
+
+    __slots__ = ("__weakref__", "_plain", "stats")
+
+    def __init__(self, facts: PartFacts, plain: Callable[[list[Any]], Any]) -> None:
+        self.stats = statistics.PartitionStats(facts.name, facts)
+        self._plain = plain
+        statistics.register(self)
+
+    @property
+    def code(self) -> Callable[[list[Any]], Any]:
+        """The part's own code."""
+        return self._plain
+
+    def __call__(self, args: list[Any]) -> Any:
+        if watch is not None and watch.outside():
+            return watch.call(self, args)
+        self.stats.plain_runs += 1
+        if compat.profiling():
+            return in_range("plain", self.stats.facts.label, self._plain, args)
+        return self._plain(args)

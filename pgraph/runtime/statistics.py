@@ -1,0 +1,281 @@
+"""What pgraph has done in this process: counters per part, and their sum.
+
+A record lives as long as the compiled code that it is about, and holds neither the code nor a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+from pgraph import drivers
+from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.reasons import Reason
+from pgraph.text import amount
+
+if TYPE_CHECKING:
+    from pgraph.capture.build import Built
+    from pgraph.partition.facts import GraphFacts, PartFacts
+    from pgraph.runtime.observe import PlainPart
+    from pgraph.runtime.partition_runner import PartitionRunner
+
+__all__ = [
+    "PartitionStats",
+    "Report",
+    "State",
+    "forget",
+    "live_partitions",
+    "live_parts",
+    "register",
+    "renew",
+    "report",
+    "unregister",
+]
+
+State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
+
+_parts: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(slots=True)
+class PartitionStats:
+    """Facts and counters of one part.
+
+    Args:
+        name: e.g. ``"backward 1"``, or ``"forward 0, part 2"``.
+        facts: what was known when it was compiled.
+        captures: templates made (each from two recordings).
+        nodes: graph nodes over all templates.
+        slots: words that are rebound, over all templates.
+        chunks: execs.
+        exec_bytes: device memory that the driver holds for the execs that there are now.
+        capture_s: seconds spent capturing, matching, planning and instantiating.
+        launches: calls served by a launch.
+        rewritten_nodes: nodes set, over all launches.
+        plain_runs: calls served by plain code (warm-up included).
+        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        split_s: seconds that these splits took, compilation included.
+        reason: why it fell back, if it did.
+    """
+
+    name: str
+    facts: PartFacts
+    captures: int = 0
+    nodes: int = 0
+    slots: int = 0
+    chunks: int = 0
+    exec_bytes: int = 0
+    capture_s: float = 0.0
+    launches: int = 0
+    rewritten_nodes: int = 0
+    plain_runs: int = 0
+    splits: int = 0
+    split_s: float = 0.0
+    reason: Reason | None = None
+
+    def captured(self, built: Built) -> None:
+        """Count a new template."""
+        self.captures += 1
+        self.nodes += len(built.template.nodes)
+        self.slots += len(built.template.slots)
+        self.chunks += len(built.execs)
+        self.exec_bytes += sum(e.nbytes for e in built.execs)
+        self.capture_s += built.seconds
+
+    def released(self, built: Built) -> None:
+        """Its execs are let go (evicted, reset, refused)."""
+        self.exec_bytes -= sum(e.nbytes for e in built.execs)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it stays outside: by the rules, or because its capture was refused."""
+        return (*self.facts.reasons, *((self.reason,) if self.reason else ()))
+
+    @property
+    def state(self) -> State:
+        """Where it stands; "plain" and "too small" were decided when it was compiled."""
+        if not self.facts.safe:
+            small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
+            return "too small" if small else "plain"
+        if self.reason is not None:
+            return "fallen back"
+        if self.captures:
+            return "captured"
+        return "warming up" if self.plain_runs else "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Facts and counters as plain data."""
+        counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del counters["facts"], counters["reason"]
+        return {
+            "name": counters.pop("name"),
+            "kind": self.facts.graph.kind,
+            "graph": self.facts.graph.number,
+            "part": self.facts.index or 0,
+            "piece": self.facts.piece,
+            "state": self.state,
+            "device_ops": self.facts.device_ops,
+            "ops": dict(self.facts.ops),
+            **counters,
+            "reasons": [dataclasses.asdict(reason) for reason in self.reasons],
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Totals over all live parts, and each part's own counters.
+
+    Args:
+        parts: in the order of the graphs, and of the parts in each.
+        ghost_peaks: devices whose peak statistics may be too high by what captures counted.
+    """
+
+    parts: tuple[PartitionStats, ...]
+    ghost_peaks: tuple[GhostPeaks, ...] = ()
+
+    @property
+    def partitions(self) -> tuple[PartitionStats, ...]:
+        """The safe ones."""
+        return tuple(p for p in self.parts if p.facts.safe)
+
+    @property
+    def outside(self) -> tuple[tuple[str, tuple[Reason, ...]], ...]:
+        """(name, reasons) of the parts that run plainly by the safety rules."""
+        return tuple((p.name, p.facts.reasons) for p in self.parts if not p.facts.safe)
+
+    def _sum(self, field: str) -> Any:
+        return sum(getattr(p, field) for p in self.parts)
+
+    @property
+    def captures(self) -> int:
+        return self._sum("captures")
+
+    @property
+    def nodes(self) -> int:
+        return self._sum("nodes")
+
+    @property
+    def slots(self) -> int:
+        return self._sum("slots")
+
+    @property
+    def launches(self) -> int:
+        return self._sum("launches")
+
+    @property
+    def rewritten_nodes(self) -> int:
+        return self._sum("rewritten_nodes")
+
+    @property
+    def exec_bytes(self) -> int:
+        return self._sum("exec_bytes")
+
+    @property
+    def capture_s(self) -> float:
+        return self._sum("capture_s")
+
+    @property
+    def splits(self) -> int:
+        return self._sum("splits")
+
+    @property
+    def split_s(self) -> float:
+        return self._sum("split_s")
+
+    @property
+    def fallbacks(self) -> int:
+        """Safe partitions that could not be captured after all."""
+        return sum(p.reason is not None for p in self.parts)
+
+    def summary(self) -> str:
+        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""
+        return (
+            f"pgraph: {amount(self.captures, 'capture')}, {amount(self.nodes, 'node')}, "
+            f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
+            f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.fallbacks, 'fallback')}"
+            f"{_of_splits(self.splits, self.split_s)}{_of_execs(self.exec_bytes)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and parts as plain data, fit for `json.dumps`."""
+        totals = (
+            "captures",
+            "nodes",
+            "slots",
+            "launches",
+            "rewritten_nodes",
+            "fallbacks",
+            "exec_bytes",
+            "splits",
+        )
+        return {
+            **{name: getattr(self, name) for name in totals},
+            "capture_s": self.capture_s,
+            "split_s": self.split_s,
+            "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
+            "parts": [p.to_dict() for p in self.parts],
+        }
+
+    def __str__(self) -> str:
+        lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
+        for p in self.parts:
+            if not p.facts.safe:
+                lines.append(f"  {p.name}: runs plainly{_of_splits(p.splits, p.split_s)}")
+                lines += [f"    {reason}" for reason in p.reasons]
+                continue
+            what = f"{amount(p.captures, 'capture')}, {amount(p.nodes, 'node')} in "
+            what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
+            what += f"{amount(p.launches, 'launch')}, {amount(p.plain_runs, 'plain run')}"
+            what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
+            lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
+        return "\n".join(lines)
+
+
+def _of_splits(splits: int, seconds: float) -> str:
+    return f", {amount(splits, 'split')} in {seconds:.1f} s" if splits else ""
+
+
+def _of_execs(nbytes: int) -> str:
+    return f", {nbytes:,} B of execs" if nbytes else ""
+
+
+def register(part: PartitionRunner | PlainPart) -> None:
+    """Have a part counted for as long as it lives."""
+    _parts.add(part)
+
+
+def unregister(part: PartitionRunner | PlainPart) -> None:
+    """Leave a part out from now on: others run in its place."""
+    _parts.discard(part)
+
+
+def renew(graph: GraphFacts) -> None:
+    """Have every part of a graph refer to its new facts."""
+    for part in list(_parts):
+        if part.stats.facts.graph.number == graph.number:
+            part.stats.facts = dataclasses.replace(part.stats.facts, graph=graph)
+
+
+def live_parts() -> list[Any]:
+    """Every part that is still in use, in order."""
+    return sorted(_parts, key=lambda part: _order(part.stats.facts))
+
+
+def _order(facts: PartFacts) -> tuple[int, int, int]:
+    return facts.graph.number, facts.index or 0, facts.piece or 0
+
+
+def live_partitions() -> list[PartitionRunner]:
+    """The safe ones among them."""
+    return [part for part in live_parts() if part.stats.facts.safe]
+
+
+def forget() -> None:
+    """Leave all parts of today out of reports to come (Dynamo keeps code around graph breaks for long)."""
+    _parts.clear()
+
+
+def report() -> Report:
+    """Counters of this process, now."""
+    return Report(tuple(part.stats for part in live_parts()), drivers.ghost_peaks())

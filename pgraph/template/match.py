@@ -1,0 +1,335 @@
+"""Which words of the node parameters are which region: two captures, one proof.
+
+Pure logic: bytes and ranges in, slots out; no torch, no CUDA.
+
+Both captures ran the same code, on ghost memory at different addresses. A word that is computed from the
+address of a region moves from one capture to the other exactly as far as that region does, and no two
+regions move equally far. So, for each aligned 8-byte word of each node's parameters:
+
+============================================  ====================================================
+the two values                                what it is
+============================================  ====================================================
+equal, in memory of the framework             a pointer to something that is no argument: refuse *
+equal, anything else                          a constant: never rewritten
+as far apart as one region, which is alive    a slot of that region, however far from it
+the same, but both in others that are alive   ambiguous: refuse *
+as far apart as several that are alive        ambiguous: refuse
+as far apart as regions that are all dead     left-over bytes in padding: ignored **
+each in its own ghosts, in dead regions       left-over bytes in padding: ignored **
+each in its own ghosts, otherwise             ambiguous: refuse *
+one in its ghosts, one in the framework's     ambiguous: refuse *
+both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
+anything else that differs                    uninitialised padding (common): ignored
+============================================  ====================================================
+
+Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct. Two stars:
+if a kernel of an op of PyTorch's own is given it. A custom op may use what another one left to it and freed,
+and copies and fills have no padding: refuse.
+
+Note [Beyond a region]
+A slot's delta may lie past the end of its region or before the start, however far: cuDNN's kernels are given
+the address of an optional operand behind their workspace, where nothing is read, and others an origin from
+which an index leads back into the region. Such a word may lie in a neighbour, in one capture or in both, so
+where it lies says nothing. How far it moved does: the arenas see to it that no two regions move equally far
+(Note [Two layouts] in `pgraph.drivers.interface`). Each launch then computes what a plain run would have.
+Should two living regions have moved equally far after all, a word that moved with them is refused.
+
+A custom op may also use its memory in turn: one region in this capture, another in that. Those two may happen
+to lie as far apart as a third one moved, so a word that lies in others in both captures is refused there.
+What PyTorch's own op computes for a struct depends on nothing but what it is given: it follows the third.
+
+Note [Left-over addresses]
+Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
+half of an old address (of the host's memory, too, which shares the upper bits) beside some small number,
+and where the framework holds tens of gigabytes such a word looks like a device address. A parameter of
+eight bytes has no padding. Of a struct's words, what is known of PyTorch's own ops tells:
+
+* In a capture whatever they are given or allocate lies in ghost memory, so none of their pointers moves
+  within real memory, or is a ghost in one capture only.
+* A pointer is computed from a range that is alive, so it moves as far as that range (Note [Beyond a region]).
+  Other words do not: not those of regions that differ, and not a number of two or four bytes beside the
+  rest of an old address (Note [Two layouts]). An old address whole does, and may be rewritten for nothing.
+* Between calls they keep no device memory, save workspaces of cuBLAS (a capture is given its own and no
+  other) or what is refused by name (`pgraph.ops.op_names`: states of recurrent nets). Would a later version
+  keep a buffer, a kernel would get the address at which it begins: such a word is refused, one that points
+  inside a block is not. Kernels that leave most of a table unfilled, or mix addresses with numbers of half
+  their size, take no such buffer (`OPERAND_KERNELS`, `ATTENTION_KERNELS` and `CUDNN_KERNELS` there); they
+  are not refused, for the framework's memory often begins where the lower half of an address is zero.
+
+A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
+
+Cost: O(regions), and O(log(regions)) for each word that moves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pgraph.errors import MatchError
+from pgraph.ops.op_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
+from pgraph.reasons import Reason
+from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+
+__all__ = ["RangeMap", "match"]
+
+_PLAIN = (int, float, bool, str, complex)
+# As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
+_OPERAND_KERNEL = re.compile(
+    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I"
+    rf"|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
+    rf"|({'|'.join(CUDNN_KERNELS)})"
+)
+_MASK = (1 << 64) - 1
+_RERUN = (
+    "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
+)
+
+
+class RangeMap:
+    """Finds the range that holds an address. Ranges must not overlap.
+
+    Args:
+        ranges: (first byte, size in bytes, slack in bytes on either side), any order.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
+        self._index = order
+        self._base = [ranges[i][0] for i in order]
+        self._low = [ranges[i][0] - ranges[i][2] for i in order]
+        self._high = [ranges[i][0] + max(ranges[i][1], 1) + ranges[i][2] for i in order]
+
+    def find(self, address: int) -> tuple[int, int] | None:
+        """(position in the constructor's list, offset from the range's first byte), or None."""
+        k = bisect.bisect_right(self._low, address) - 1
+        if k < 0 or address >= self._high[k]:
+            return None
+        return self._index[k], address - self._base[k]
+
+
+def match(
+    a: Recording,
+    b: Recording,
+    *,
+    framework: RangeMap | None = None,
+    workspaces: frozenset[int] = frozenset(),
+    constants: RangeMap | None = None,
+) -> tuple[Slot, ...]:
+    """All slots of two captures of the same partition.
+
+    Args:
+        a: first capture.
+        b: second capture, on ghost addresses disjoint from the first one's.
+        framework: device memory that the framework's allocator holds; a word that points there
+            without being a slot is a pointer to something that is not an argument.
+        workspaces: first bytes of ranges in `framework` that libraries keep for other streams.
+        constants: ranges in `framework` that live as long as the template (the partition's own
+            constant tensors): words pointing there are legitimate constants.
+
+    Raises:
+        MatchError: the captures differ in more than addresses, or a word is ambiguous; with the node where
+            it is one node that is at fault.
+    """
+    _same_structure(a, b)
+    matcher = _Matcher(a, b, framework, workspaces, constants)
+    slots: list[Slot] = []
+    for index, (node_a, node_b) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+        try:
+            slots += matcher.node(index, node_a, node_b)
+        except MatchError as e:
+            e.node = index
+            raise
+    return tuple(slots)
+
+
+def _same_structure(a: Recording, b: Recording) -> None:
+    if len(a.nodes) != len(b.nodes):
+        raise _refuse("nodes-differ", f"two captures recorded {len(a.nodes)} and {len(b.nodes)} nodes")
+    for i, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+        if x.kind != y.kind or x.header != y.header or len(x.params) != len(y.params):
+            error = _refuse(
+                "nodes-differ",
+                f"node {i} is {x.kind} {x.name} in one capture and {y.kind} {y.name} in another",
+            )
+            error.node = i
+            raise error
+    if a.order != b.order:
+        raise _refuse("nodes-differ", "the nodes of two captures wait for one another in different ways")
+    sizes_a = [(r.nbytes, r.birth) for r in a.allocations]
+    sizes_b = [(r.nbytes, r.birth) for r in b.allocations]
+    if a.n_inputs != b.n_inputs or sizes_a != sizes_b:
+        raise _refuse(
+            "allocations-differ",
+            f"two captures made {len(sizes_a)} and {len(sizes_b)} allocations, or of other sizes",
+        )
+    if len(a.outputs) != len(b.outputs) or not all(map(_same_output, a.outputs, b.outputs)):
+        raise _refuse("outputs-differ", "two captures returned results of different layout or origin")
+    if a.ghost_range[0] < b.ghost_range[1] and b.ghost_range[0] < a.ghost_range[1]:
+        raise _refuse("ghosts-overlap", "the ghost ranges of two captures overlap")
+
+
+def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
+    if dataclasses.replace(x, constant=None) != dataclasses.replace(y, constant=None):
+        return False
+    if x.unread:
+        return True
+    # Constants may be tensors, which `==` would compare element by element.
+    plain = type(x.constant) is type(y.constant) and type(x.constant) in _PLAIN
+    return x.constant is y.constant or (plain and x.constant == y.constant)
+
+
+class _Word(NamedTuple):
+    """Eight bytes of a node's parameters, and what is known of them (Note [Left-over addresses])."""
+
+    record: NodeRecord
+    node: int
+    offset: int
+    own: bool  # of an op of PyTorch's own
+    loose: bool  # and within a struct, so that it may be padding
+
+    def __str__(self) -> str:
+        return f"word {self.offset} of node {self.node} ({self.record.kind} {self.record.name})"
+
+
+class _Matcher:
+    def __init__(
+        self,
+        a: Recording,
+        b: Recording,
+        framework: RangeMap | None,
+        workspaces: frozenset[int],
+        constants: RangeMap | None,
+    ) -> None:
+        self._a, self._b = a, b
+        self._map_a, self._map_b = _region_map(a.allocations), _region_map(b.allocations)
+        self._framework = framework
+        self._workspaces = workspaces
+        self._constants = constants
+        self._own = a.own & b.own
+        self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
+        for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
+            self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
+
+    def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
+        words = len(node_a.params) // 8
+        values_a = struct.unpack_from(f"={words}Q", node_a.params)
+        values_b = struct.unpack_from(f"={words}Q", node_b.params)
+        own = index in self._own
+        structs = node_a.structs if own else ()
+        slots = []
+        for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
+            word = _Word(node_a, index, w * 8, own, any(low <= w * 8 < high for low, high in structs))
+            if va == vb:
+                self._constant(word, va)
+            elif (slot := self._moving(word, va, vb)) is not None:
+                slots.append(slot)
+        return slots
+
+    def _constant(self, word: _Word, value: int) -> None:
+        found = self._in_framework(value)
+        if found is None or (word.loose and not self._may_be_a_buffer(word, value, found[1])):
+            return
+        if self._constants is not None and self._constants.find(value) is not None:
+            return
+        raise _refuse(
+            "hidden-pointer", f"{word} points to device memory that is not an argument ({value:#x})"
+        )
+
+    def _may_be_a_buffer(self, word: _Word, value: int, offset: int) -> bool:
+        return not (offset or value in self._workspaces or _OPERAND_KERNEL.match(word.record.name))
+
+    def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
+        regions = self._moved.get((va - vb) & _MASK)
+        if regions is not None:
+            return self._following(word, va, vb, regions)
+        ghost_a, ghost_b = _within(va, self._a.ghost_range), _within(vb, self._b.ghost_range)
+        if ghost_a and ghost_b:
+            return self._astray(word, va, vb)
+        # A pointer is one in both captures: an address on one side only is left in padding.
+        known = word.loose if ghost_a or ghost_b else word.own
+        if not known and (ghost_a or self._in_framework(va)) and (ghost_b or self._in_framework(vb)):
+            raise _refuse(
+                "ambiguous-word",
+                f"{word} points to device memory and moved between captures ({va:#x}, {vb:#x})",
+            )
+        return None
+
+    def _following(self, word: _Word, va: int, vb: int, regions: Sequence[int]) -> Slot | None:
+        """A word that moved as far as these regions did (Note [Beyond a region])."""
+        if not word.loose and self._in_turn(word.node, va, vb, regions):
+            raise self._disagreement(word, va, vb)
+        # Program order decides what is alive; a word that names a region already dead (or not
+        # yet born) in both captures is left-over padding and must not be given an address.
+        alive = [i for i in regions if not self._gone(i, i, word.node)]
+        deltas = [_signed(va - self._a.allocations[i].address) for i in alive or regions]
+        if len(alive) > 1:
+            names = " or ".join(f"region {i}{d:+d}" for i, d in zip(alive[:2], deltas, strict=False))
+            raise _refuse("ambiguous-word", f"{word} is {names}: they moved equally far between captures")
+        if alive:
+            return Slot(word.node, word.offset, alive[0], deltas[0])
+        self._must_be_padding(word)
+        return None
+
+    def _astray(self, word: _Word, va: int, vb: int) -> Slot | None:
+        """A word in the ghosts of both captures that moved as no region did."""
+        in_a, in_b = self._map_a.find(va), self._map_b.find(vb)
+        if in_a is not None and in_b is not None and self._gone(in_a[0], in_b[0], word.node):
+            self._must_be_padding(word)
+            return None
+        if word.loose:
+            return None
+        raise self._disagreement(word, va, vb)
+
+    def _in_turn(self, node: int, va: int, vb: int, regions: Sequence[int]) -> bool:
+        """Whether the word lies in memory in use in both captures, but not in these regions."""
+        found = []
+        for recording, hit in ((self._a, self._map_a.find(va)), (self._b, self._map_b.find(vb))):
+            # Bytes of a region itself, and its end: nobody's own pointers lie in the gaps.
+            if hit is None or hit[0] in regions or not 0 <= hit[1] <= recording.allocations[hit[0]].nbytes:
+                return False
+            found.append(hit[0])
+        return not self._gone(found[0], found[1], node)
+
+    def _disagreement(self, word: _Word, va: int, vb: int) -> MatchError:
+        found = (self._map_a.find(va), self._map_b.find(vb))
+        what = [f"region {i[0]}{i[1]:+d}" if i else "no region" for i in found]
+        return _refuse("ambiguous-word", f"{word} is {what[0]} in one capture and {what[1]} in another")
+
+    @staticmethod
+    def _must_be_padding(word: _Word) -> None:
+        """Refuse a word that names dead memory, unless it can be nothing but left-over bytes."""
+        if not (word.own and word.record.kind == "kernel"):
+            raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
+
+    def _gone(self, in_a: int, in_b: int, node: int) -> bool:
+        """Whether a region of either capture is dead, or not yet born, in its capture."""
+        return _dead(self._a.allocations[in_a], node) and _dead(self._b.allocations[in_b], node)
+
+    def _in_framework(self, value: int) -> tuple[int, int] | None:
+        return self._framework.find(value) if self._framework is not None else None
+
+
+def _dead(allocation: Allocation, node: int) -> bool:
+    return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
+
+
+def _signed(value: int) -> int:
+    """The same modulo 2^64, as a signed word: what a slot adds to a base."""
+    return ((value + (1 << 63)) & _MASK) - (1 << 63)
+
+
+def _within(value: int, ghosts: tuple[int, int]) -> bool:
+    return ghosts[0] <= value < ghosts[1]
+
+
+def _region_map(allocations: Sequence[Allocation]) -> RangeMap:
+    return RangeMap([(r.address, r.nbytes, r.slack) for r in allocations])
+
+
+def _refuse(code: str, sentence: str) -> MatchError:
+    return MatchError(Reason(code, sentence, _RERUN))

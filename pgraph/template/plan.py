@@ -1,0 +1,241 @@
+"""Memory plan of a launch: where every region lives, and where the capture is cut into chunks.
+
+A captured graph is taken for a chain of nodes (where it forks, what lies between two joins counts as one:
+Note [Forks and joins] in `pgraph.template.topology`). Launched as one piece, every input would die late and
+every output be born early; cut into *chunks*, each its own exec, memory is allocated before a chunk and
+freed after it. The planner cuts as rarely as the eager peak allows.
+
+The algorithm, for n nodes and r regions:
+
+1. Index births, deaths and releases by node, and sum up what is alive at each: O(n + r log r). The
+   largest sum is the eager peak; the limit is that plus the slack.
+2. From node 0, find the furthest end whose chunk can be packed within the limit, cut there, and go
+   on from the cut. Ends are found by galloping, and a packing is given up once it passes the limit,
+   so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
+   (Up to `pgraph.template.packing.EXHAUSTIVE_NODES` nodes all ends are searched: the count is the minimum.)
+3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
+   say after which chunk each is freed and each input released: O(n + r log r).
+
+`tests/test_plan_cost.py` holds 20,000 nodes to two seconds, and to four where no two sizes are alike.
+How regions share blocks within a chunk, and why greedy cuts are never more than the fewest of the rule
+behind them: `pgraph.template.packing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from pgraph.errors import PlanError
+from pgraph.template.packing import GRANULE, Chain, Lifetime, survives
+from pgraph.text import amount
+
+__all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation from the caching allocator.
+
+    Args:
+        index: position in `Plan.blocks`.
+        nbytes: rounded size in bytes. Blocks of 0 bytes hold the zero-byte regions, which share
+            no bytes with anything; any address does for them.
+        tenants: ``(region, byte offset)`` in order of birth.
+    """
+
+    index: int
+    nbytes: int
+    tenants: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Nodes ``[first, last)``, launched together.
+
+    Args:
+        first: first node.
+        last: one past the last node.
+        allocate: block indices, in the order in which eager would have first needed them.
+        free: blocks to free after the launch; never one that holds an output.
+        release: input regions whose reference is dropped after the launch.
+        held: bytes in use while it runs: live blocks and inputs not yet released.
+    """
+
+    first: int
+    last: int
+    allocate: tuple[int, ...]
+    free: tuple[int, ...]
+    release: tuple[int, ...]
+    held: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule ``[allocate, launch, free]...`` and the place of every region.
+
+    Args:
+        chunks: in launch order; empty if there is neither a node nor a region.
+        blocks: by index.
+        eager_peak: bytes at the peak of running the nodes one by one. A region that dies at its
+            birth counts at that node, and one born after the last node counts at the last.
+        peak: bytes at the peak of this plan.
+    """
+
+    chunks: tuple[Chunk, ...]
+    blocks: tuple[Block, ...]
+    eager_peak: int
+    peak: int
+    _where: Mapping[int, tuple[int, int]] = dataclasses.field(repr=False, compare=False)
+
+    def location(self, region: int) -> tuple[int, int]:
+        """``(block index, byte offset)`` of an output or a temporary.
+
+        Raises:
+            PlanError: the region is an input, or unknown.
+        """
+        try:
+            return self._where[region]
+        except KeyError:
+            raise PlanError(
+                f"region {region} has no block in this plan; ask for outputs and temporaries only, "
+                "inputs lie in the caller's memory"
+            ) from None
+
+    def render(self) -> str:
+        """The plan as text, one line per step: ``+`` allocate, ``-`` free, ``~`` release."""
+        nodes = self.chunks[-1].last if self.chunks else 0
+        lines = [
+            f"plan: {amount(nodes, 'node')}, {amount(len(self.chunks), 'chunk')}, "
+            f"{amount(len(self.blocks), 'block')}, peak {self.peak:,} B, eager {self.eager_peak:,} B"
+        ]
+        for i, chunk in enumerate(self.chunks):
+            lines.append(f"chunk {i}: nodes [{chunk.first}, {chunk.last}), held {chunk.held:,} B")
+            for index in chunk.allocate:
+                block = self.blocks[index]
+                tenants = " ".join(f"r{region}@{offset:,}" for region, offset in block.tenants)
+                lines.append(f"  + b{index} {block.nbytes:,} B: {tenants}")
+            if chunk.free:
+                lines.append("  - " + " ".join(f"b{index}" for index in chunk.free))
+            if chunk.release:
+                lines.append("  ~ " + " ".join(f"r{region}" for region in chunk.release))
+        return "\n".join(lines) + "\n"
+
+
+def make_plan(
+    n_nodes: int,
+    lifetimes: Sequence[Lifetime],
+    *,
+    slack_bytes: int = 4 << 20,
+    slack_ratio: float = 0.01,
+    max_chunks: int | None = None,
+) -> Plan:
+    """Cut a chain of nodes into few chunks whose peak stays at the eager peak, and place its memory.
+
+    Args:
+        n_nodes: length of the chain.
+        lifetimes: of all regions; order breaks ties between regions born before the same node.
+        slack_bytes: bytes by which the eager peak may always be passed, so that small graphs stay whole.
+        slack_ratio: the same as a share of the eager peak; the larger of the two counts.
+        max_chunks: if the limit needs more chunks, it is raised until that many do (to within
+            about 1%). None: no bound, and the peak never passes the limit.
+
+    Raises:
+        PlanError: lifetimes that contradict each other, or an argument out of range.
+    """
+    for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes), ("slack_ratio", slack_ratio)):
+        if not value >= 0:
+            raise PlanError(f"{name} is {value}; pass a number >= 0")
+    if max_chunks is not None and max_chunks < 1:
+        raise PlanError(f"max_chunks is {max_chunks}; pass a number >= 1, or None for no bound")
+    _check(n_nodes, lifetimes)
+    if n_nodes == 0 and not lifetimes:
+        return Plan((), (), 0, 0, {})
+    chain = Chain(n_nodes, lifetimes)
+    eager = max(chain.inputs[k] + chain.alive[k] for k in range(chain.n))
+    limit = max(eager + slack_bytes, int(eager * (1 + slack_ratio)))
+    cuts = chain.cut(limit)
+    if max_chunks is not None and len(cuts) - 1 > max_chunks:
+        low, high = limit, chain.pack(0, chain.n, None).held
+        cuts = [0, chain.n]
+        while high - low > low >> 7:
+            trial = chain.cut((low + high) // 2, max_chunks)
+            if trial:
+                cuts, high = trial, (low + high) // 2
+            else:
+                low = (low + high) // 2
+    return _assemble(chain, cuts, eager)
+
+
+def _check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
+    seen: set[int] = set()
+    end = survives(n_nodes)
+    for life in lifetimes:
+        wrong = None
+        if life.region in seen:
+            wrong = "appears twice; give each region an id of its own"
+        elif life.nbytes < 0:
+            wrong = f"has nbytes {life.nbytes}; pass a size >= 0"
+        elif life.birth < 0:
+            wrong = f"has birth {life.birth}; pass a node >= 0"
+        elif life.death > end:
+            wrong = f"has death {life.death} in a chain of {n_nodes} nodes; pass at most {end} (survives)"
+        elif life.birth > life.death:
+            wrong = f"has birth {life.birth} after death {life.death}; pass birth <= death"
+        elif life.kind == "input" and life.birth != 0:
+            wrong = f"is an input with birth {life.birth}; inputs exist before the launch, pass 0"
+        elif life.kind == "output" and (life.death != end or life.birth > n_nodes):
+            wrong = (
+                f"is an output with birth {life.birth} and death {life.death}; outputs survive, pass a "
+                f"birth <= {n_nodes} and death {end}, or make it a temp"
+            )
+        elif life.kind == "temp" and life.death == end:
+            wrong = f"is a temp with death {end} (survives); pass at most {n_nodes}, or make it an output"
+        elif life.kind not in ("input", "output", "temp"):
+            wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
+        if wrong:
+            raise PlanError(f"region {life.region} {wrong}")
+        seen.add(life.region)
+
+
+def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
+    """Number the blocks in the order of allocation and say where each is freed."""
+    block_of: dict[int, int] = {}
+    offset_of: dict[int, int] = {}
+    sizes: list[int] = []
+    ends: list[int] = []
+    tenants: list[list[int]] = []
+    chunks: list[Chunk] = []
+    for a, b in itertools.pairwise(cuts):
+        packed = chain.packed(a, b)
+        opened = [lane for lane in packed.lanes if lane.owner < 0]
+        opened.sort(key=lambda lane: min(lane.tenants))
+        fresh = {id(lane): len(sizes) + i for i, lane in enumerate(opened)}
+        for lane in opened:
+            sizes.append(lane.size)
+            ends.append(0)
+            tenants.append([])
+        for lane in packed.lanes:
+            index = fresh[id(lane)] if lane.owner < 0 else block_of[lane.owner]
+            for r, offset in lane.tenants:
+                block_of[r], offset_of[r] = index, offset
+                tenants[index].append(r)
+                ends[index] = max(ends[index], chain.end[r])
+        died = {block_of[r] for k in range(a + 1, b + 1) for r in chain.deaths[k]}
+        chunks.append(
+            Chunk(
+                first=a,
+                last=min(b, chain.n_nodes),
+                allocate=tuple(fresh.values()),
+                free=tuple(sorted(index for index in died if ends[index] <= b)),
+                release=tuple(chain.lives[r].region for k in range(a + 1, b + 1) for r in chain.releases[k]),
+                held=packed.held,
+            )
+        )
+    blocks = tuple(
+        Block(i, sizes[i], tuple((chain.lives[r].region, offset_of[r]) for r in sorted(tenants[i])))
+        for i in range(len(sizes))
+    )
+    where = {chain.lives[r].region: (index, offset_of[r]) for r, index in block_of.items()}
+    return Plan(tuple(chunks), blocks, eager, max(chunk.held for chunk in chunks), where)
