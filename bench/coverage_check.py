@@ -156,7 +156,7 @@ def coverage_of(report: Any) -> dict[str, Any]:
     it costs nothing and counts neither as captured nor as uncaptured. What Python runs between two graphs
     never reaches pgraph; `graph_breaks` says how many graphs end in such a break.
     """
-    from pgraph.partition.facts import SEEDS
+    from pgraph.partition.causes import SEEDS
 
     parts = [
         p

@@ -27,6 +27,8 @@ from memory import default_backends
 from tabulate import tabulate
 from worker import Device, Spec, Trainer
 
+from pgraph.runtime import registry
+
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -95,10 +97,10 @@ def phases(trainer: Trainer, device: Device, steps: int) -> dict[str, float]:
 
 def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, Any]]:
     """A row for each captured partition of pgraph's, from further steps."""
-    from pgraph.runtime import partition_runner, statistics
+    from pgraph.runtime import partition_runner
 
     watched = Watched()
-    live = [p for p in statistics.live_partitions() if p.template() is not None]
+    live = [p for p in registry.live_partitions() if p.template() is not None]
     real = partition_runner.PartitionRunner.__call__
     before = {p.name: p.stats.launches for p in live}
     for partition in live:

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from pgraph.errors import FullCaptureError as FullCaptureError
     from pgraph.errors import OptionError as OptionError
     from pgraph.errors import PgraphError as PgraphError
-    from pgraph.explanation.model import Explanation as Explanation
+    from pgraph.explanation.explanation import Explanation as Explanation
     from pgraph.explanation.session import explain as explain
     from pgraph.ops.safety import mark_unsafe as mark_unsafe
     from pgraph.ops.safety import unmark_unsafe as unmark_unsafe
     from pgraph.options import list_options as list_options
-    from pgraph.runtime.statistics import report as report
+    from pgraph.runtime.registry import report as report
 
 __all__ = [
     "DriverError",
@@ -73,14 +73,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DriverError": "pgraph.errors",
-    "Explanation": "pgraph.explanation.model",
+    "Explanation": "pgraph.explanation.explanation",
     "FullCaptureError": "pgraph.errors",
     "OptionError": "pgraph.errors",
     "PgraphError": "pgraph.errors",
     "explain": "pgraph.explanation.session",
     "list_options": "pgraph.options",
     "mark_unsafe": "pgraph.ops.safety",
-    "report": "pgraph.runtime.statistics",
+    "report": "pgraph.runtime.registry",
     "reset": "pgraph.backend",
     "unmark_unsafe": "pgraph.ops.safety",
 }

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from pgraph import compat, drivers
+from pgraph import compat
 from pgraph.compiler.compile_graph import compile_parts
 from pgraph.compiler.graph_breaks import break_of
+from pgraph.drivers import choice
 from pgraph.errors import FullCaptureError, OptionError
 from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
 from pgraph.reasons import Reason
 from pgraph.rewrites import constants
-from pgraph.runtime import full_capture, statistics
-from pgraph.runtime.partition_runner import Boxed
+from pgraph.runtime import full_capture, registry
+from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
 
@@ -74,9 +75,9 @@ class Backend:
 
 def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
-    for partition in statistics.live_partitions():
+    for partition in registry.live_partitions():
         partition.reset()
-    drivers.close_all()
+    choice.close_all()
 
 
 backend = Backend()

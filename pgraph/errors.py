@@ -7,11 +7,7 @@ broken promise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pgraph.reasons import Reason
-    from pgraph.template.template import Dispatch
+from pgraph.reasons import Dispatch, Reason
 
 __all__ = [
     "CaptureError",

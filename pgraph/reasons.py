@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-__all__ = ["Reason"]
+__all__ = ["Dispatch", "Reason"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,3 +27,23 @@ class Reason:
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         return f"[{self.code}] {self.sentence}{place}. Fix: {self.fix}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One op that was dispatched while a partition was captured.
+
+    Args:
+        op: ``ns::name``.
+        first, end: the nodes that it recorded; the same count twice if it failed.
+        tensors: (dtype, size, stride) of the tensors among its arguments, in order.
+        literals: numbers, texts and the like among its arguments, in order.
+        nth: how many calls of the op with such arguments came before.
+    """
+
+    op: str
+    first: int
+    end: int
+    tensors: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...] = ()
+    literals: tuple[Any, ...] = ()
+    nth: int = 0

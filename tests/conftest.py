@@ -41,7 +41,7 @@ def fresh_process() -> Iterator[None]:
         gc.collect()  # Dynamo's own reference cycles hold the compiled code, and with it the runners
     if "pgraph.backend" in sys.modules:
         sys.modules["pgraph.backend"].reset()
-        sys.modules["pgraph.runtime.statistics"].forget()
+        sys.modules["pgraph.runtime.registry"].forget()
 
 
 @pytest.fixture(scope="session")

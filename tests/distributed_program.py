@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pgraph.runtime import registry
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import torch
@@ -45,7 +47,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import pgraph
 from pgraph.backend import backend as pgraph_backend
-from pgraph.runtime import statistics
 
 LAYERS = 3
 STEPS = 4
@@ -332,7 +333,7 @@ def forget() -> None:
     """Compiled code and pgraph's counters start anew."""
     torch._dynamo.reset()
     gc.collect()
-    statistics.forget()
+    registry.forget()
 
 
 def main() -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from pgraph import native
 from pgraph.capture.build import Built
 from pgraph.drivers.interface import Exec, NativeCalls
 from pgraph.errors import DriverError, LaunchError
 from pgraph.launch.interpreter import Launcher
-from pgraph.template.plan import Lifetime, make_plan
-from pgraph.template.template import NodeRecord, OutputSpec, Region, Slot, Template, TensorSpec
+from pgraph.native import libraries
+from pgraph.template.packing import Lifetime
+from pgraph.template.plan import make_plan
+from pgraph.template.recording import NodeRecord, OutputSpec, TensorSpec
+from pgraph.template.template import Region, Slot, Template
 
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -57,7 +59,7 @@ class FakeExec(Exec):
             nodes.append(_Node(0, node + 1, 1, min(at, default=0), max(at, default=-1) + 1))
         self._nodes = (_Node * max(len(nodes), 1))(*nodes)
         self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
-        setter, launch = (native.address_of(f) for f in self._keep)
+        setter, launch = (libraries.address_of(f) for f in self._keep)
         self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
         parts = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
         self._entry = ExecEntry(parts[0], 1, 1, parts[1], len(nodes), parts[2], parts[3], 0)
@@ -68,7 +70,7 @@ class FakeExec(Exec):
 
     def launch(self, bases: list[int], stream: int) -> int:
         today = (ctypes.c_uint64 * len(bases))(*bases)
-        library = native.load()
+        library = libraries.load()
         assert library is not None
         code = library.pg_launch(self.entry, stream, ctypes.addressof(today))
         if code < 0:
@@ -108,7 +110,7 @@ class FakeDevice:
         return tensor
 
     def native_calls(self) -> NativeCalls:
-        alloc, free, capturing = (native.address_of(f) for f in self._keep)
+        alloc, free, capturing = (libraries.address_of(f) for f in self._keep)
         return NativeCalls(
             self.empty_strided, lambda i: 7, lambda: self.current, 0, alloc, free, capturing, failed
         )

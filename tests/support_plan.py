@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from pgraph.template.plan import GRANULE, Lifetime, Plan, survives
+from pgraph.template.packing import GRANULE, Lifetime, survives
+from pgraph.template.plan import Plan
 
 MIB = 1 << 20
 

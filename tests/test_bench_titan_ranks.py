@@ -48,8 +48,8 @@ def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.Monkey
 
     import pgraph
     from pgraph.runtime.graph_runner import GraphRunner
-    from pgraph.runtime.observe import PlainPart
     from pgraph.runtime.partition_runner import PartitionRunner
+    from pgraph.runtime.uncaptured import PlainPart
 
     monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
     for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, PlainPart):

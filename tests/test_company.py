@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pgraph
 from pgraph.drivers.host.driver import HostDriver
-from pgraph.runtime import statistics
+from pgraph.runtime import registry
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -156,8 +156,8 @@ def test_memory_is_freed_when_the_model_dies(reset: bool) -> None:
     assert alive_after(another, reset) == (False, False)
     assert alive_after("pgraph", reset) == (False, False)
     assert len(codes) == 2
-    assert len(statistics.live_partitions()) == sum(code() is not None for code in codes)
-    assert (len(statistics.live_partitions()) == 0) == reset
+    assert len(registry.live_partitions()) == sum(code() is not None for code in codes)
+    assert (len(registry.live_partitions()) == 0) == reset
 
 
 def test_execs_die_with_a_reset() -> None:
@@ -166,7 +166,7 @@ def test_execs_die_with_a_reset() -> None:
     for _ in range(3):
         train(module, model, torch.randn(3, 8))
     execs = weakref.WeakSet(
-        e for p in statistics.live_partitions() for v in p.variants() if v.built for e in v.built.execs
+        e for p in registry.live_partitions() for v in p.variants() if v.built for e in v.built.execs
     )
     assert len(execs) == 2
     del module, model

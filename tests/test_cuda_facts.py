@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pgraph.ops import op_names
-from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
 cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")

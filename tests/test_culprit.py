@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pgraph.capture.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
 from pgraph.partition.facts import GraphFacts, Step, respliced
-from pgraph.reasons import Reason
-from pgraph.template.template import Dispatch, Recording
+from pgraph.reasons import Dispatch, Reason
+from pgraph.template.recording import Recording
 from pgraph.template.topology import chain
 
 aten = torch.ops.aten

@@ -12,8 +12,9 @@ import torch
 from support import launching, same
 
 import pgraph
-from pgraph import drivers
-from pgraph.drivers.host.driver import HostArena, HostDriver
+from pgraph.drivers import choice
+from pgraph.drivers.host.arena import HostArena
+from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import patched
 from pgraph.errors import DriverError
 
@@ -26,9 +27,9 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def unnoticed() -> Iterator[None]:
-    before, drivers._noticed = drivers._noticed, False
+    before, choice._noticed = choice._noticed, False
     yield
-    drivers._noticed = before
+    choice._noticed = before
 
 
 @pytest.mark.usefixtures("unnoticed")
@@ -69,17 +70,17 @@ def graph_on(*devices: str) -> torch.fx.GraphModule:
 
 
 def test_one_driver_per_device() -> None:
-    first = drivers.choose("host", graph_on("cpu"))
+    first = choice.choose("host", graph_on("cpu"))
     assert isinstance(first, HostDriver)
-    assert drivers.choose("host", graph_on("cpu", "cpu")) is first
+    assert choice.choose("host", graph_on("cpu", "cpu")) is first
 
 
 def test_a_graph_without_tensors_counts_as_the_cpus() -> None:
-    assert isinstance(drivers.choose("host", graph_on()), HostDriver)
+    assert isinstance(choice.choose("host", graph_on()), HostDriver)
 
 
 def test_the_host_driver_leaves_other_devices_alone() -> None:
-    assert drivers.choose("host", graph_on("meta")) is None
+    assert choice.choose("host", graph_on("meta")) is None
 
 
 def test_the_host_arena_ends() -> None:
@@ -104,7 +105,7 @@ def test_closing_drivers_is_not_the_end() -> None:
     )
     for _ in range(2):
         compiled(torch.randn(4))
-    drivers.close_all()
+    choice.close_all()
     with launching():
         x = torch.randn(4)
         same(compiled(x), fn(x))

@@ -20,7 +20,7 @@ import pgraph
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError, OptionError
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
-from pgraph.runtime import observe, statistics
+from pgraph.runtime import observe, registry
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_records_die_with_the_code() -> None:
     gc.collect()
     assert gone() is None
     assert found.complete
-    assert statistics.live_parts() == []
+    assert registry.live_parts() == []
 
 
 # -- from a first try to full capture ----------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_only_listed_sizes_are_captured(listed: Any) -> None:
     report = pgraph.report()
     assert report.captures == 2
     assert report.launches == 4
-    (partition,) = statistics.live_partitions()
+    (partition,) = registry.live_partitions()
     assert len(partition.variants()) == 2
 
 

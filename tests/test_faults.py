@@ -181,7 +181,7 @@ def test_a_failing_warm_up_is_the_users_own() -> None:
     x = torch.randn(6)
     call(compiled)
     pgraph.reset()
-    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_partitions()
     plain = partition_runner._plain
 
     def fails(args: list[Any]) -> Any:
@@ -248,7 +248,7 @@ def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
     compiled = host(lambda x: ((x * 2).cumsum(0), x + 1))
     for _ in range(2):
         compiled(torch.randn(6))
-    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_partitions()
     (variant,) = partition_runner.variants()
     launcher, plain, made, alive = variant.launcher, partition_runner._plain, [], []
     empty = launcher._empty
@@ -279,7 +279,7 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
     compiled = host(mutating)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_partitions()
     (variant,) = partition_runner.variants()
 
     def fails(args: list[Any]) -> Any:
@@ -306,7 +306,7 @@ def test_no_memory_between_chunks_is_the_users_own() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_partitions()
     (variant,) = partition_runner.variants()
     steps = variant.launcher.steps
 
@@ -329,7 +329,7 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.statistics.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_partitions()
     (variant,) = partition_runner.variants()
     calls = []
 

@@ -72,7 +72,7 @@ def right(fn: Callable[..., Tensor], faults: HostFaults, compiled: Any = None) -
 
 def templates() -> list[Template]:
     return [
-        v.built.template for p in pgraph.runtime.statistics.live_partitions() for v in p.variants() if v.built
+        v.built.template for p in pgraph.runtime.registry.live_partitions() for v in p.variants() if v.built
     ]
 
 
@@ -105,7 +105,7 @@ def test_hazard_1_scratch_larger_than_the_result_in_its_place(
     """The region must be as large as the scratch, or the scratch is written past its end."""
     canaries = Canaries(monkeypatch)
     if not cured:
-        monkeypatch.setattr(record._Recorder, "add_hidden", lambda self: None)
+        monkeypatch.setattr(record.Recorder, "add_hidden", lambda self: None)
 
     def check() -> None:
         right(products, HostFaults(scratch=frozenset({"mm"})))
@@ -255,7 +255,7 @@ def test_hazard_7_copies_and_fills_are_rebound(cured: bool, monkeypatch: pytest.
 def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each input is a region of its own, whatever it shared when it was captured."""
     Canaries(monkeypatch)
-    real = record._Recorder.alias
+    real = record.Recorder.alias
     # By capture: not by the id of its recorder, which the second capture's may have again.
     captures: weakref.WeakKeyDictionary[Any, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -271,7 +271,7 @@ def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pyt
         return ghost
 
     if not cured:
-        monkeypatch.setattr(record._Recorder, "alias", by_storage)
+        monkeypatch.setattr(record.Recorder, "alias", by_storage)
 
     compiled = host(products, min_ops=9)  # too small to be split around what is refused
     for _ in range(2):
@@ -301,7 +301,7 @@ def test_hazard_10_a_less_aligned_address(cured: bool, monkeypatch: pytest.Monke
     def watch(self: Any, inputs: list[Tensor], addresses: list[int]) -> Any:
         assert addresses == [x.data_ptr() for x in inputs]
         (variant,) = [
-            v for p in pgraph.runtime.statistics.live_partitions() for v in p.variants() if v.launcher is self
+            v for p in pgraph.runtime.registry.live_partitions() for v in p.variants() if v.launcher is self
         ]
         launched.extend(a & mask for a, (*_, mask) in zip(addresses, variant.tensors, strict=True))
         return real(self, inputs, addresses)

@@ -101,7 +101,7 @@ def run(faults: HostFaults, after: Callable[[], None] = lambda: None) -> None:
 
 def words_of_products() -> list[tuple[int, int]]:
     """Per product, as the last launch set them: the addresses of its scratch and of the absent operand."""
-    (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
+    (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
     found, scratch = [], 0
     for exec_ in variant.built.execs:
         for node, params in zip(exec_._nodes, exec_._params, strict=True):
@@ -162,7 +162,7 @@ def test_it_leads_into_the_neighbour_of_one_capture(monkeypatch: pytest.MonkeyPa
 def test_pointers_that_count_from_far_off(back: int) -> None:
     """These are used: the kernel adds the rest, and what it reads there are its operands."""
     run(HostFaults(origin={"mm": back, "mul": -back}))
-    (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
+    (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
     assert f"=r0{-back:+d}" in variant.built.template.render()
 
 

@@ -35,7 +35,7 @@ def right(fn: Callable[..., Any], aside: Sequence[str], **options: Any) -> Templ
             for _ in range(3):
                 given = inputs()
                 same(compiled(*given), fn(*given), rtol=1e-5, atol=1e-5)
-    (variant,) = pgraph.runtime.statistics.live_partitions()[-1].variants()
+    (variant,) = pgraph.runtime.registry.live_partitions()[-1].variants()
     assert variant.built is not None
     return variant.built.template
 

@@ -92,7 +92,7 @@ def test_stale_words_get_no_address(cured: bool, monkeypatch: pytest.MonkeyPatch
     def check() -> None:
         with launching(3):
             run(HostFaults(stale=True, scratch=frozenset({"mm"})))
-        (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
+        (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
         template = variant.built.template
         for slot in template.slots:
             region = template.regions[slot.region]
@@ -122,7 +122,7 @@ def test_pointer_looking_constants(cured: bool, monkeypatch: pytest.MonkeyPatch)
     def check() -> None:
         with launching(1):
             run(HostFaults(pointer_constant=0x7FFF_DEAD_BEE0), calls=3)
-        (variant,) = pgraph.runtime.statistics.live_partitions()[0].variants()
+        (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
         (exec_,) = variant.built.execs
         tails = {
             bytes(p[-8:]) for n, p in zip(exec_._nodes, exec_._params, strict=True) if n.kind == "kernel"
@@ -184,7 +184,7 @@ def test_every_misbehaviour_at_once() -> None:
 def test_hazard_12_nothing_runs_during_a_capture(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards write into donated buffers: an argument changes once per call, captured or not."""
     if not cured:
-        monkeypatch.setattr(record._Recorder, "alias", lambda self, tensor, alignment: tensor)
+        monkeypatch.setattr(record.Recorder, "alias", lambda self, tensor, alignment: tensor)
         monkeypatch.setattr(
             host_driver.HostSession, "run_op", lambda self, op, args, kwargs: op(*args, **kwargs)
         )

@@ -261,9 +261,7 @@ def test_captures_are_bounded_least_recently_used_first() -> None:
         for _ in range(3):
             x = torch.randn(n, 5)
             same(compiled(x), fn(x))
-        kept = [
-            v for v in pgraph.runtime.statistics.live_partitions()[0].variants() if v.launcher is not None
-        ]
+        kept = [v for v in pgraph.runtime.registry.live_partitions()[0].variants() if v.launcher is not None]
         assert len(kept) <= 2
         return pgraph.report().captures
 
@@ -280,7 +278,7 @@ def test_one_capture_at_a_time() -> None:
     for n in (2, 3, 4, 4, 5, 6, 7, 7, 4):
         x = torch.randn(n, 5)
         same(compiled(x), fn(x))
-        for partition in pgraph.runtime.statistics.live_partitions():
+        for partition in pgraph.runtime.registry.live_partitions():
             assert sum(v.launcher is not None for v in partition.variants()) <= 1
     assert pgraph.report().captures == 2
 

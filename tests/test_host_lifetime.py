@@ -141,7 +141,7 @@ def test_warm_up_runs_come_before_the_capture(warmup: int) -> None:
 def test_reset_frees_and_captures_anew() -> None:
     """Compiled code stays usable after `pgraph.reset()`."""
     compiled = warm(host(chain), torch.randn(50))
-    runner = pgraph.runtime.statistics.live_partitions()[0]
+    runner = pgraph.runtime.registry.live_partitions()[0]
     (variant,) = runner.variants()
     execs = [weakref.ref(e) for e in variant.built.execs]
     assert execs
@@ -173,7 +173,7 @@ def test_reset_forgives_a_refusal() -> None:
 
 def test_dynamo_reset_frees_too() -> None:
     compiled = warm(host(chain), torch.randn(50))
-    (runner,) = pgraph.runtime.statistics.live_partitions()
+    (runner,) = pgraph.runtime.registry.live_partitions()
     torch._dynamo.reset()
     assert runner.variants() == []
     del runner

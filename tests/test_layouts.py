@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_native import Range, State, library
 
-from pgraph.drivers.host.driver import HostArena
+from pgraph.drivers.host.arena import HostArena
 from pgraph.drivers.interface import ALIGNMENT, UNIT, next_start
 
 __all__ = ["library"]  # the fixture

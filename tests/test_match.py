@@ -10,8 +10,10 @@ import pytest
 
 from pgraph.drivers.interface import UNIT, next_start
 from pgraph.errors import MatchError
-from pgraph.template.match import RangeMap, match
-from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.template.match import match
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
 A, B = 0x7000_0000_0000, 0x7100_0000_0000

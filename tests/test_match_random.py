@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
-from pgraph.template.match import RangeMap, match
-from pgraph.template.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template.match import match
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import Allocation, NodeRecord, Recording
+from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
 LOW = (0x7000_0000_0000, 0x7100_0000_0000)

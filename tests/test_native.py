@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_native import ExecEntry
 
-from pgraph import native
 from pgraph.drivers.interface import UNIT, further, next_start
+from pgraph.native import libraries
 
 U64 = 0xFFFFFFFFFFFFFFFF
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -28,7 +28,7 @@ _ACCESS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctype
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    found = native.load()
+    found = libraries.load()
     if found is None:
         pytest.skip("no C compiler, or PGRAPH_NATIVE=0")
     return found
@@ -257,16 +257,16 @@ def test_allocator_needs_an_active_arena(library: Any) -> None:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    native.load.cache_clear()
+    libraries.load.cache_clear()
     yield
-    native.load.cache_clear()
+    libraries.load.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("word", ["0", "off", "False"])
 def test_it_can_be_switched_off(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGRAPH_NATIVE", word)
-    assert native.load() is None
+    assert libraries.load() is None
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -274,8 +274,8 @@ def test_a_word_that_is_neither_is_told(
     library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PGRAPH_NATIVE", "banana")
-    native.load.cache_clear()
-    assert native.load() is not None
+    libraries.load.cache_clear()
+    assert libraries.load() is not None
     assert "PGRAPH_NATIVE is 'banana'; it must be 1 or 0" in caplog.text
 
 
@@ -287,7 +287,7 @@ def test_no_compiler_is_no_error(
     monkeypatch.delenv("PGRAPH_NATIVE", raising=False)
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.load() is None
+    assert libraries.load() is None
     assert list((tmp_path / "pgraph").iterdir()) == [], "nothing half-built stays"
 
 
@@ -301,8 +301,8 @@ def test_what_the_compiler_says_is_told(
     monkeypatch.delenv("PGRAPH_NATIVE", raising=False)
     monkeypatch.setenv("CC", f"{wrapper} cc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level("INFO", "pgraph.native"):
-        assert native.load() is None
+    with caplog.at_level("INFO", "pgraph.native.libraries"):
+        assert libraries.load() is None
     assert "no licence for cc" in caplog.text
 
 
@@ -312,13 +312,13 @@ def test_a_compiler_may_be_a_command_with_arguments(
 ) -> None:
     monkeypatch.setenv("CC", "env LC_ALL=C cc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.load.cache_clear()
-    assert native.load() is not None
+    libraries.load.cache_clear()
+    assert libraries.load() is not None
     assert list((tmp_path / "pgraph").glob("*.so"))
 
 
 def test_two_processes_may_build_at_once(library: Any, tmp_path: pathlib.Path) -> None:
-    code = "from pgraph import native; assert native.load() is not None"
+    code = "from pgraph import native; assert libraries.load() is not None"
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [p.wait(timeout=120) for p in both] == [0, 0]

@@ -15,16 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_native import CASE, SIDE, FakeDevice, made
 
-from pgraph import compat, native
+from pgraph import compat
 from pgraph.errors import DriverError, LaunchError
 from pgraph.launch.interpreter import Launcher
 from pgraph.launch.native import native_call
+from pgraph.native import libraries
 from pgraph.runtime.specialization import lazy_bits
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _needed() -> None:
-    if native.load_call() is None:
+    if libraries.load_call() is None:
         pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
 
 
@@ -336,7 +337,7 @@ def test_threads_launch_what_they_have_set() -> None:
 def test_without_the_module_there_is_no_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     launcher, facts = made(device, CASE)
-    monkeypatch.setattr(native, "load_call", lambda: None)
+    monkeypatch.setattr(libraries, "load_call", lambda: None)
     assert native_call(launcher, *facts) is None
 
 
@@ -348,7 +349,7 @@ def test_an_exec_without_an_entry_keeps_the_python_path() -> None:
 
 
 def test_malformed_programs_are_errors() -> None:
-    module = native.load_call()
+    module = libraries.load_call()
     assert isinstance(module, types.ModuleType)
     with pytest.raises(TypeError):
         module.program(1, 2, 3)

@@ -11,19 +11,20 @@ from support_native import CASE, SIDE, FakeDevice, made
 from torch import Tensor
 
 import pgraph
-from pgraph import native
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError, MatchError
 from pgraph.launch.native import native_call
+from pgraph.native import libraries
 from pgraph.runtime.failures import before_all
 from pgraph.runtime.specialization import Variant
 from pgraph.template.match import match
-from pgraph.template.template import Allocation, NodeRecord, Recording, Slot
+from pgraph.template.recording import Allocation, NodeRecord, Recording
+from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
 
 @pytest.fixture
 def native_path() -> None:
-    if native.load_call() is None:
+    if libraries.load_call() is None:
         pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
 
 
@@ -147,7 +148,7 @@ def test_a_partition_that_has_begun_is_not_begun_again(
 
     for _ in range(2):
         compiled(*arguments())
-    (runner,) = pgraph.runtime.statistics.live_partitions()
+    (runner,) = pgraph.runtime.registry.live_partitions()
     (variant,) = runner.variants()
     launcher: Any = variant.launcher
     steps, ran = launcher.steps, []

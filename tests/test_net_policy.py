@@ -23,7 +23,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import CaptureError, DriverError
 from pgraph.ops.safety import refusal
 from pgraph.partition.split import scan
-from pgraph.runtime import statistics
+from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 from pgraph.runtime.specialization import Variant, alignments
 
@@ -82,7 +82,7 @@ def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() 
         x = aligned(low)
         same(compiled(x), scaled(x))
         assert (pgraph.report().captures, pgraph.report().launches) == (captures, launches), low
-    (runner,) = statistics.live_partitions()
+    (runner,) = registry.live_partitions()
     assert sorted(v.tensors[0][3] for v in runner.variants()) == [3, 7, 15]
 
 
@@ -167,7 +167,7 @@ def test_a_size_used_more_often_of_late_takes_the_place_of_an_old_one() -> None:
     assert captures == 1 + PATIENCE
     call([90, 90, 90, n] * PATIENCE)
     assert pgraph.report().captures == captures + 1
-    (runner,) = statistics.live_partitions()
+    (runner,) = registry.live_partitions()
     assert [v.tensors[0][1][0] for v in runner.variants() if v.launcher is not None] == [90]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import pgraph
 from pgraph.launch.interpreter import view
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
-from pgraph.template.template import TensorSpec
+from pgraph.template.recording import TensorSpec
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def crosses(fn: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]]) ->
 
 def results_of_parts() -> list[Any]:
     """The results of every captured part, as its template has them."""
-    templates = [runner.template() for runner in pgraph.runtime.statistics.live_partitions()]
+    templates = [runner.template() for runner in pgraph.runtime.registry.live_partitions()]
     return list(itertools.chain.from_iterable(t.outputs for t in templates if t is not None))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pgraph
-from pgraph import drivers
+from pgraph.drivers import choice
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.runtime.statistics import Report
 
@@ -105,7 +105,7 @@ def test_the_report_says_what_to_subtract_and_why(monkeypatch: pytest.MonkeyPatc
             return None
 
     devices = {torch.device("cuda", 0): Inflated(), torch.device("cpu"): Exact()}
-    monkeypatch.setattr(drivers, "_drivers", devices)
+    monkeypatch.setattr(choice, "_drivers", devices)
     report = pgraph.report()
     assert report.ghost_peaks == (peaks,)
     assert report.to_dict()["ghost_peaks"] == [

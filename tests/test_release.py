@@ -112,7 +112,7 @@ class Deep(nn.Module):
 def plans() -> dict[str, Any]:
     """The plan in use by kind of graph."""
     found = {}
-    for part in pgraph.runtime.statistics.live_partitions():
+    for part in pgraph.runtime.registry.live_partitions():
         template = part.template()
         assert template is not None
         found[part.stats.facts.graph.kind] = template
@@ -188,7 +188,7 @@ def test_one_launch_would_hold_all_at_once(watch: Watch) -> None:
         run(model, compiled)
         peaks.append(max(m.held for m in watch.launches[-1]))
         torch._dynamo.reset()
-        pgraph.runtime.statistics.forget()
+        pgraph.runtime.registry.forget()
     assert peaks[0] < 0.9 * peaks[1], peaks
 
 

@@ -13,8 +13,8 @@ from support import MLP, host
 import pgraph
 from pgraph.partition.facts import GraphFacts, PartFacts
 from pgraph.reasons import Reason
-from pgraph.runtime.observe import PlainPart
 from pgraph.runtime.statistics import PartitionStats, Report
+from pgraph.runtime.uncaptured import PlainPart
 
 
 def numbered(text: str) -> str:
@@ -70,7 +70,7 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallback
         compiled = host(model)
         with torch.no_grad():
             warm(lambda: compiled(torch.randn(3, 8)), 2)
-        ((variant,),) = [p.variants() for p in pgraph.runtime.statistics.live_partitions()]
+        ((variant,),) = [p.variants() for p in pgraph.runtime.registry.live_partitions()]
         self.assertExpectedInline(
             variant.built.template.render(),
             """\

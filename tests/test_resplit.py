@@ -23,7 +23,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError
 from pgraph.partition.split import extract, scan
 from pgraph.reasons import Reason
-from pgraph.runtime import statistics
+from pgraph.runtime import registry
 
 MEMORY = ((0x5000_0000_0000, 1 << 20),)
 HIDDEN = 0x5000_0000_0040  # in MEMORY
@@ -284,7 +284,7 @@ def test_a_split_that_fails_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 def sources() -> list[weakref.ref[Any]]:
-    return [weakref.ref(p.piece._splitter) for p in statistics.live_partitions() if p.piece]
+    return [weakref.ref(p.piece._splitter) for p in registry.live_partitions() if p.piece]
 
 
 @pytest.mark.parametrize("op", [None, "cumsum"])
@@ -389,7 +389,7 @@ def test_a_refused_partition_does_not_search_again(monkeypatch: pytest.MonkeyPat
         compiled = host(around, dynamic=dynamic)
         with inject(HostFaults(fail_at="begin", fail_as="lost")):
             run(compiled, around, lambda: torch.randn(6, 3), 3)
-        (runner,) = statistics.live_partitions()[-1:]
+        (runner,) = registry.live_partitions()[-1:]
         plain = runner.stats.plain_runs
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_choose", lambda *args, **kwargs: pytest.fail("it searched"))

@@ -16,7 +16,8 @@ from support_rules import CPU, CUDA, Bench, Case, grouped, index, plain, relu
 from table_rules import CASES
 
 from pgraph.errors import OptionError
-from pgraph.ops.safety import RULES, is_neutral, mark_unsafe, refusal, unmark_unsafe, user_line
+from pgraph.ops.fx import is_neutral, user_line
+from pgraph.ops.safety import RULES, mark_unsafe, refusal, unmark_unsafe
 
 aten = torch.ops.aten
 

@@ -25,8 +25,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pgraph
-from pgraph import backend, compat, native
+from pgraph import backend, compat
 from pgraph.compiler import compile_graph
+from pgraph.native import libraries
 from pgraph.options import parse
 from pgraph.rewrites.checkpoint_rng import unwrap
 
@@ -277,7 +278,7 @@ def test_only_generators_that_nothing_reads_are_left_out() -> None:
 def test_a_generator_among_the_arguments(last: bool, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken out in front, and where it is not, it is nothing that a launch would ask for."""
     if not in_c:
-        monkeypatch.setattr(native, "load_call", lambda: None)
+        monkeypatch.setattr(libraries, "load_call", lambda: None)
     made = Made("cpu")
     generator = made.generator("fwd_rng_state_0")
     inputs = [*made.qkv, generator]

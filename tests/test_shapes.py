@@ -17,7 +17,7 @@ from support import host, same
 from torch import Tensor
 
 import pgraph
-from pgraph.runtime import statistics
+from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, WAITING
 from pgraph.runtime.specialization import Variant
 
@@ -43,7 +43,7 @@ LIMIT = 3
 
 def kept() -> list[int]:
     """The sizes that have a capture."""
-    (partition,) = statistics.live_partitions()
+    (partition,) = registry.live_partitions()
     return sorted(v.tensors[0][1][0] for v in partition.variants() if v.launcher is not None)
 
 
@@ -164,7 +164,7 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
     x = torch.randn(2100, 2)
     for n in (3, 3, 4, 4):
         compiled(x[:n])
-    (partition,) = statistics.live_partitions()
+    (partition,) = registry.live_partitions()
     execs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sweep(calls: int) -> tuple[Counter[str], int]:
@@ -191,7 +191,7 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
     assert report.partitions[0].launches + report.partitions[0].plain_runs >= 10_000
     assert report.captures > 100, "captures were to be made and dropped all the time"
     assert len(execs) <= 4 * len(partition.template().plan.chunks)
-    assert len(statistics.live_parts()) == len(statistics._parts) == 1
+    assert len(registry.live_parts()) == len(registry._parts) == 1
     assert len(str(report)) <= text + 20, "the report grows"
     assert records.warnings == 3, "new captures, evictions and crowding are told once each"
     # Information for each capture is meant; it is what TORCH_LOGS asks for.

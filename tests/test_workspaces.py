@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pgraph import native
 from pgraph.capture import build
 from pgraph.drivers.cuda import workspaces
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.launch.interpreter import Launcher
-from pgraph.template.plan import survives
-from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.native import libraries
+from pgraph.template.packing import survives
+from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
 SIZE = 1 << 20
@@ -55,9 +56,9 @@ def test_each_op_has_a_workspace_of_its_own() -> None:
 
 def test_the_helper_is_built_where_torch_has_cuda() -> None:
     if not (pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists():
-        assert native.load_workspaces() is None
+        assert libraries.load_workspaces() is None
         pytest.skip("this torch has no CUDA")
-    library = native.load_workspaces()
+    library = libraries.load_workspaces()
     if library is None:
         pytest.skip("no C++ compiler, or PGRAPH_NATIVE=0")
     assert library.pg_drop_workspaces(0x1234, 0, 0) == 0

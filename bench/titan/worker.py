@@ -107,8 +107,8 @@ class Inside:
         kinds: list[type] = [CompiledFxGraph]
         if backend == "pgraph":
             from pgraph.runtime.graph_runner import GraphRunner
-            from pgraph.runtime.observe import PlainPart
             from pgraph.runtime.partition_runner import PartitionRunner
+            from pgraph.runtime.uncaptured import PlainPart
 
             kinds += [GraphRunner, PartitionRunner, PlainPart]
         for kind in kinds:

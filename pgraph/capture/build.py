@@ -18,9 +18,12 @@ from pgraph.capture.culprit import culprit_of
 from pgraph.capture.record import record
 from pgraph.drivers.interface import Driver, Exec
 from pgraph.errors import MatchError
-from pgraph.template.match import RangeMap, match
-from pgraph.template.plan import Lifetime, Plan, make_plan, survives
-from pgraph.template.template import Recording, Region, Slot, Template
+from pgraph.template.match import match
+from pgraph.template.packing import Lifetime, survives
+from pgraph.template.plan import Plan, make_plan
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import Recording
+from pgraph.template.template import Region, Slot, Template
 from pgraph.template.topology import Topology
 
 __all__ = ["Built", "build"]

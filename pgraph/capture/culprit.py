@@ -19,7 +19,8 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from pgraph.ops.fx import is_neutral, op_name, op_of
-from pgraph.template.template import Dispatch, Recording
+from pgraph.reasons import Dispatch
+from pgraph.template.recording import Recording
 
 __all__ = ["culprit_of", "dispatch_at", "dispatch_of", "nodes_of"]
 

@@ -31,7 +31,7 @@ from pgraph.ops import op_names
 from pgraph.ops.fx import op_name, unbacked
 from pgraph.partition.split import Call, SplitPlan
 from pgraph.rewrites.storage_owners import owner_of
-from pgraph.runtime.partition_runner import Boxed
+from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Borders", "CompilePart", "bring_up_to_date"]
 

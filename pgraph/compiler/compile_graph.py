@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from pgraph import compat, drivers
+from pgraph import compat
 from pgraph.compiler.borders import Borders, CompilePart, bring_up_to_date
 from pgraph.compiler.resplit import Account, Memory, Source, Splitter
+from pgraph.drivers import choice
 from pgraph.drivers.interface import Driver
 from pgraph.ops import op_names
 from pgraph.ops.fx import is_neutral, op_name
@@ -34,10 +35,11 @@ from pgraph.rewrites.checkpoint_rng import unwrap
 from pgraph.rewrites.storage_owners import count_from_owners
 from pgraph.runtime import full_capture
 from pgraph.runtime.graph_runner import GraphRunner
-from pgraph.runtime.observe import PlainPart
-from pgraph.runtime.partition_runner import Boxed, PartitionRunner
+from pgraph.runtime.partition_runner import PartitionRunner
+from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
 from pgraph.runtime.specialization import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
+from pgraph.runtime.uncaptured import PlainPart
 
 __all__ = ["CompilePart", "compile_parts"]
 
@@ -191,7 +193,7 @@ def compile_parts(
     broken: Reason | None,
 ) -> Boxed:
     """Unwrap what draws nothing, cut one ATen graph, compile the parts, and put a runner around them."""
-    driver = drivers.choose(options.driver, gm)
+    driver = choice.choose(options.driver, gm)
     if driver is None or (unwrapped := unwrap(gm)) is None:
         return _compile_parts(gm, example_inputs, driver, options, kind, compile_part, broken)
     inputs = unwrapped.inputs(example_inputs)
@@ -248,7 +250,7 @@ def _scan(
 
     def refuse(node: torch.fx.Node) -> Reason | None:
         if driver is None:
-            judged[node] = None if is_neutral(node) else drivers.NOT_ON_A_DEVICE
+            judged[node] = None if is_neutral(node) else choice.NOT_ON_A_DEVICE
         else:
             judged[node] = refusal(node, device_type=driver.device.type)
         return judged[node]

@@ -36,11 +36,11 @@ from pgraph.ops.fx import is_getitem, is_neutral, is_structural, op_name, op_of,
 from pgraph.options import Options
 from pgraph.partition.facts import PartFacts, Step, respliced, split_facts
 from pgraph.partition.split import Const, SplitPlan, extract, scan
-from pgraph.reasons import Reason
-from pgraph.runtime import statistics
+from pgraph.reasons import Dispatch, Reason
+from pgraph.runtime import registry
 from pgraph.runtime.graph_runner import GraphRunner
-from pgraph.runtime.partition_runner import Boxed, PartitionRunner
-from pgraph.template.template import Dispatch
+from pgraph.runtime.partition_runner import PartitionRunner
+from pgraph.runtime.protocols import Boxed
 from pgraph.text import amount
 
 __all__ = ["SPLITS", "Account", "Memory", "Piece", "Source", "Splitter", "as_before"]
@@ -261,13 +261,13 @@ class Splitter:
             run = as_before(run, split, owner.code, [runner.code for runner in runners])
         for old in (owner, *(ref() for ref in self._runners)):
             if old is not None:
-                statistics.unregister(old)
+                registry.unregister(old)
         self._refused = refused
         self._runners = [weakref.ref(runner) for runner in runners]
         self._splits += 1
         self._seconds += time.perf_counter() - start
         runners[0].stats.splits, runners[0].stats.split_s = self._splits, self._seconds
-        statistics.renew(facts[0].graph)
+        registry.renew(facts[0].graph)
         safe = [(r, p.nodes) for r, p in zip(runners, parts, strict=True) if isinstance(r, PartitionRunner)]
         self._watch(safe)
         owner.replace(run)
@@ -277,12 +277,12 @@ class Splitter:
         for runner in (ref() for ref in self._runners):
             if runner is not None:
                 graph = runner.stats.facts.graph  # as it is by now
-                statistics.unregister(runner)
+                registry.unregister(runner)
         ops = owner.stats.facts.device_ops
         owner.stats.facts = dataclasses.replace(owner.stats.facts, graph=graph)
         owner.stats.splits, owner.stats.split_s = self._splits, self._seconds
-        statistics.register(owner)
-        statistics.renew(respliced(graph, self._source.first, ops, [Step(ops, None)]))
+        registry.register(owner)
+        registry.renew(respliced(graph, self._source.first, ops, [Step(ops, None)]))
         times = amount(self._splits, "time")
         owner.give_up(_more(reason, f"pgraph split the graph {times}, and no part of it could be captured"))
 

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 
 from pgraph.drivers.peak_stats import GhostPeaks
-from pgraph.template.match import RangeMap
-from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 from pgraph.template.topology import Topology
 
 __all__ = [

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from pgraph import compat, drivers
+from pgraph import compat
 from pgraph.compiler.graph_breaks import from_log
+from pgraph.drivers import choice
 from pgraph.errors import OptionError
-from pgraph.explanation.model import Change, Explanation, PartExplanation
+from pgraph.explanation.explanation import Explanation
+from pgraph.explanation.findings import Change, PartExplanation
 from pgraph.options import parse
 from pgraph.partition import facts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, statistics
+from pgraph.runtime import observe, registry, statistics
 
 __all__ = ["explain"]
 
@@ -69,7 +71,7 @@ class _Session:
         self._history: list[list[observe.Run]] = []
 
     def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
-        known = {id(part) for part in statistics.live_parts()}
+        known = {id(part) for part in registry.live_parts()}
         with compat.hearing_graph_breaks() as heard:
             self._prepare(args, kwargs, heard)
             if self._steps is not None:
@@ -81,12 +83,12 @@ class _Session:
                     self._step(args, kwargs)
                 measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
             between = observe.count_ops(lambda: self._fn(*args, **kwargs))
-        live = set(statistics.live_parts())  # those that were split are gone
+        live = set(registry.live_parts())  # those that were split are gone
         seen = [p for p in dict.fromkeys(run.part for step in self._history for run in step) if p in live]
         numbers = {part.stats.facts.graph.number for part in seen}
         idle = [
             p
-            for p in statistics.live_parts()
+            for p in registry.live_parts()
             if p not in seen and (id(p) not in known or p.stats.facts.graph.number in numbers)
         ]
         parts = tuple(_part(part, measured) for part in (*seen, *idle))
@@ -95,7 +97,7 @@ class _Session:
         found = _breaks(graphs, heard)
         changes = _changes(parts, graphs, calls, found)
         steps = len(self._history) + 1
-        return Explanation(parts, found, changes, tuple(between.items()), steps, drivers.ghost_peaks())
+        return Explanation(parts, found, changes, tuple(between.items()), steps, choice.ghost_peaks())
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
         """Compile the program, unless its first run shows that it is compiled already.

@@ -15,7 +15,7 @@ import torch
 from pgraph.capture.build import Built
 from pgraph.compat import lazily, reinterpret
 from pgraph.errors import DriverError, LaunchError, LaunchMemoryError
-from pgraph.template.template import OutputSpec, TensorSpec
+from pgraph.template.recording import OutputSpec, TensorSpec
 
 __all__ = [
     "BLOCK",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pgraph import compat, native
+from pgraph import compat
 from pgraph.drivers.interface import Exec
 from pgraph.launch.interpreter import (
     BLOCK,
@@ -26,6 +26,7 @@ from pgraph.launch.interpreter import (
     Step,
     view,
 )
+from pgraph.native import libraries
 
 __all__ = ["native_call"]
 
@@ -48,8 +49,8 @@ def native_call(
         tensors, others, traits: see `pgraph.runtime.specialization.Variant`.
     """
     built = launcher.built
-    module, calls, shims = native.load_call(), built.driver.native_calls(), compat.tensor_shims()
-    library = native.load()
+    module, calls, shims = libraries.load_call(), built.driver.native_calls(), compat.tensor_shims()
+    library = libraries.load()
     if module is None or library is None or calls is None or shims is None:
         return None
     steps = list(zip(launcher.steps, built.execs, strict=True))
@@ -67,10 +68,10 @@ def native_call(
         (len(built.template.regions), len(built.template.plan.blocks)),
         (handles_of, calls.empty, calls.failed, calls.current_stream, calls.current_device),
         (
-            *(native.address_of(function) for function in functions),
+            *(libraries.address_of(function) for function in functions),
             calls.raw_alloc,
             calls.raw_free,
-            native.address_of(library.pg_launch),
+            libraries.address_of(library.pg_launch),
             calls.capturing or 0,
         ),
         (torch.Tensor, *compat.tensor_layout()),

@@ -7,26 +7,20 @@ enough of the order of ops to answer "what would be captured if this reason were
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-import torch
 from torch.fx import Graph, Node
 
-from pgraph.ops import op_names
 from pgraph.ops.fx import (
-    input_values,
     is_foreign,
     is_neutral,
-    is_structural,
     op_name,
     op_of,
-    output_values,
-    unbacked,
     user_line,
 )
+from pgraph.partition.causes import SEEDS, causes_of
 from pgraph.partition.module_names import module_of
 from pgraph.partition.split import Part
 from pgraph.reasons import Reason
@@ -45,8 +39,6 @@ __all__ = [
 
 Kind = Literal["forward", "backward", "inference"]
 
-SEEDS: Final = "rng-seeds"
-"""Code of the refusal that costs nothing: seeds are drawn before the graph that takes them."""
 
 # Refusals of a whole recording by the driver, which names no op.
 _UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind"})
@@ -167,7 +159,7 @@ def graph_facts(
         parts: of `graph`, in order.
         judged: what the safety rules said of each node.
     """
-    causes = _causes(graph, judged)
+    causes = causes_of(graph, judged)
     return GraphFacts(kind, number, min_ops, _steps(parts, causes), broken), causes
 
 
@@ -286,50 +278,3 @@ def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int,
 
 
 # -- causes --------------------------------------------------------------------------------------
-
-# Sizes found by a kernel of the forward return in the backward; the graphs share only the ShapeEnv.
-_known: weakref.WeakKeyDictionary[Any, dict[str, Reason]] = weakref.WeakKeyDictionary()
-
-
-def _causes(graph: Graph, judged: Mapping[Node, Reason | None]) -> dict[Node, Reason]:
-    """Refused nodes with the reason to act on.
-
-    An op that only suffers from a size that depends on data (`unbacked-size`) is freed by changing the
-    op that made the size, so it is counted there.
-    """
-    makers: dict[Any, Node] = {}
-    for node in graph.nodes:
-        for value in () if is_structural(node) else output_values(node):
-            for symbol in unbacked(value):
-                makers.setdefault(symbol, node)
-    causes: dict[Node, Reason] = {}
-    for node, reason in judged.items():
-        if reason is None:
-            continue
-        if reason.code == "rng" and op_name(op_of(node)) in op_names.SEED_OPS:
-            reason = dataclasses.replace(reason, code=SEEDS)
-        causes[node] = _cause(node, reason, makers, judged)
-    return causes
-
-
-def _cause(
-    node: Node, reason: Reason, makers: Mapping[Any, Node], judged: Mapping[Node, Reason | None]
-) -> Reason:
-    suffers = reason.code == "unbacked-size" or op_name(op_of(node)) == "aten::_assert_scalar"
-    for value in (*output_values(node), *(value for _, value in input_values(node))):
-        for symbol in sorted(unbacked(value), key=str):
-            env = _shape_env(value)
-            known = _known.setdefault(env, {}) if env is not None else {}
-            made = judged.get(makers[symbol]) if symbol in makers else None
-            if made is not None and made.code != "unbacked-size":
-                known.setdefault(str(symbol), made)
-            if suffers and str(symbol) in known:
-                return known[str(symbol)]
-    return reason
-
-
-def _shape_env(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        numbers = (*value.shape, *value.stride()) if value.layout == torch.strided else tuple(value.shape)
-        value = next((n for n in numbers if isinstance(n, torch.SymInt)), None)
-    return getattr(getattr(value, "node", None), "shape_env", None)

@@ -8,29 +8,15 @@ profiler it costs the question whether there is one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
-from torch.autograd.profiler import record_function
 from torch.fx import Node
 
 from pgraph import compat
 from pgraph.ops.fx import is_neutral
 
-__all__ = ["in_range", "module_of"]
-
-Step = Literal["plain", "capture", "launch"]
-
-
-def in_range(step: Step, label: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` under a range of the profiler.
-
-    Args:
-        step: what is being done with the part.
-        label: of the part, see `PartFacts.label`.
-    """
-    with record_function(f"pgraph::{step} {label}"):
-        return fn(*args)
+__all__ = ["module_of"]
 
 
 def module_of(nodes: Iterable[Node]) -> str:

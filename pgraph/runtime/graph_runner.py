@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgraph.partition.split import Const, SplitPlan
-from pgraph.runtime.partition_runner import Boxed
+from pgraph.runtime.protocols import Boxed
 
 __all__ = ["GraphRunner"]
 

@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from pgraph import compat
 from pgraph.ops.fx import VIEWS
-from pgraph.partition.facts import PartFacts
-from pgraph.partition.module_names import in_range
-from pgraph.runtime import statistics
 
-__all__ = ["PlainPart", "Run", "Watch", "count_ops", "watching"]
+__all__ = ["Run", "Watch", "count_ops", "watching"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,32 +108,3 @@ def drain() -> None:
     """Wait for the device: a full queue would be counted as launch time."""
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
-
-
-class PlainPart:
-    """Callable in place of the code of a part that is never captured; it only counts.
-
-    Args:
-        facts: of the part.
-        plain: its code; takes one list and empties it.
-    """
-
-    __slots__ = ("__weakref__", "_plain", "stats")
-
-    def __init__(self, facts: PartFacts, plain: Callable[[list[Any]], Any]) -> None:
-        self.stats = statistics.PartitionStats(facts.name, facts)
-        self._plain = plain
-        statistics.register(self)
-
-    @property
-    def code(self) -> Callable[[list[Any]], Any]:
-        """The part's own code."""
-        return self._plain
-
-    def __call__(self, args: list[Any]) -> Any:
-        if watch is not None and watch.outside():
-            return watch.call(self, args)
-        self.stats.plain_runs += 1
-        if compat.profiling():
-            return in_range("plain", self.stats.facts.label, self._plain, args)
-        return self._plain(args)

@@ -18,40 +18,36 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pgraph import compat
 from pgraph.capture.build import build
-from pgraph.capture.record import may_pass
+from pgraph.capture.failures import may_pass
 from pgraph.drivers.interface import Driver
 from pgraph.errors import CaptureError, DriverError, LaunchError, LaunchMemoryError, MatchError
 from pgraph.launch.interpreter import Launcher
 from pgraph.launch.native import native_call
 from pgraph.options import Options
 from pgraph.partition.facts import PartFacts
-from pgraph.partition.module_names import in_range
-from pgraph.reasons import Reason
-from pgraph.runtime import full_capture, observe, statistics
+from pgraph.reasons import Dispatch, Reason
+from pgraph.runtime import full_capture, observe, registry, statistics
 from pgraph.runtime.failures import before_all, device_failed, launch_failed, unexpected
 from pgraph.runtime.keeping import WAITING, Keeper
+from pgraph.runtime.profiler import in_range
+from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Dimension, Sizes
 from pgraph.runtime.specialization import State, Trait, Variant, key_of
-from pgraph.template.template import Dispatch, Template
+from pgraph.template.template import Template
 
-if TYPE_CHECKING:
-    from pgraph.compiler.resplit import Piece
-
-__all__ = ["Boxed", "PartitionRunner"]
+__all__ = ["PartitionRunner"]
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # captures tried of one variant that the device refuses, and of a partition that is refused
-
-Boxed = Callable[[list[Any]], Any]  # takes one list and empties it
 
 _LAUNCH_ERRORS = (LaunchError, DriverError, torch.OutOfMemoryError)
 
@@ -105,9 +101,9 @@ class PartitionRunner:
         self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
         self._pending: tuple[Variant, Reason, Dispatch | None] | None = None
         self._instead: Boxed | None = None
-        self.piece: Piece | None = None  # until it is captured or refused
+        self.piece: Resplitting | None = None  # until it is captured or refused
         self._lock = threading.RLock()
-        statistics.register(self)
+        registry.register(self)
 
     @property
     def code(self) -> Boxed:
@@ -453,4 +449,4 @@ class PartitionRunner:
             FullCaptureError: there is a reason, and `require_full_capture` is set.
         """
         if reason is not None and self._options.require_full_capture:
-            full_capture.refuse(self.name, reason, str(statistics.report()))
+            full_capture.refuse(self.name, reason, str(registry.report()))

@@ -6,36 +6,17 @@ A record lives as long as the compiled code that it is about, and holds neither 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pgraph import drivers
+from pgraph.capture.build import Built
 from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.partition.facts import PartFacts
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
-if TYPE_CHECKING:
-    from pgraph.capture.build import Built
-    from pgraph.partition.facts import GraphFacts, PartFacts
-    from pgraph.runtime.observe import PlainPart
-    from pgraph.runtime.partition_runner import PartitionRunner
-
-__all__ = [
-    "PartitionStats",
-    "Report",
-    "State",
-    "forget",
-    "live_partitions",
-    "live_parts",
-    "register",
-    "renew",
-    "report",
-    "unregister",
-]
+__all__ = ["PartitionStats", "Report", "State"]
 
 State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
-
-_parts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(slots=True)
@@ -238,44 +219,3 @@ def _of_splits(splits: int, seconds: float) -> str:
 
 def _of_execs(nbytes: int) -> str:
     return f", {nbytes:,} B of execs" if nbytes else ""
-
-
-def register(part: PartitionRunner | PlainPart) -> None:
-    """Have a part counted for as long as it lives."""
-    _parts.add(part)
-
-
-def unregister(part: PartitionRunner | PlainPart) -> None:
-    """Leave a part out from now on: others run in its place."""
-    _parts.discard(part)
-
-
-def renew(graph: GraphFacts) -> None:
-    """Have every part of a graph refer to its new facts."""
-    for part in list(_parts):
-        if part.stats.facts.graph.number == graph.number:
-            part.stats.facts = dataclasses.replace(part.stats.facts, graph=graph)
-
-
-def live_parts() -> list[Any]:
-    """Every part that is still in use, in order."""
-    return sorted(_parts, key=lambda part: _order(part.stats.facts))
-
-
-def _order(facts: PartFacts) -> tuple[int, int, int]:
-    return facts.graph.number, facts.index or 0, facts.piece or 0
-
-
-def live_partitions() -> list[PartitionRunner]:
-    """The safe ones among them."""
-    return [part for part in live_parts() if part.stats.facts.safe]
-
-
-def forget() -> None:
-    """Leave all parts of today out of reports to come (Dynamo keeps code around graph breaks for long)."""
-    _parts.clear()
-
-
-def report() -> Report:
-    """Counters of this process, now."""
-    return Report(tuple(part.stats for part in live_parts()), drivers.ghost_peaks())

@@ -63,7 +63,6 @@ Cost: O(regions), and O(log(regions)) for each word that moves.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import re
 import struct
@@ -71,11 +70,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import MatchError
-from pgraph.ops.op_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
 from pgraph.reasons import Reason
-from pgraph.template.template import Allocation, NodeRecord, OutputSpec, Recording, Slot
+from pgraph.template.kernel_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.template import Slot
 
-__all__ = ["RangeMap", "match"]
+__all__ = ["match"]
 
 _PLAIN = (int, float, bool, str, complex)
 # As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
@@ -88,28 +89,6 @@ _MASK = (1 << 64) - 1
 _RERUN = (
     "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
 )
-
-
-class RangeMap:
-    """Finds the range that holds an address. Ranges must not overlap.
-
-    Args:
-        ranges: (first byte, size in bytes, slack in bytes on either side), any order.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
-        self._index = order
-        self._base = [ranges[i][0] for i in order]
-        self._low = [ranges[i][0] - ranges[i][2] for i in order]
-        self._high = [ranges[i][0] + max(ranges[i][1], 1) + ranges[i][2] for i in order]
-
-    def find(self, address: int) -> tuple[int, int] | None:
-        """(position in the constructor's list, offset from the range's first byte), or None."""
-        k = bisect.bisect_right(self._low, address) - 1
-        if k < 0 or address >= self._high[k]:
-            return None
-        return self._index[k], address - self._base[k]
 
 
 def match(

@@ -8,156 +8,15 @@ which region, and the allocation timeline. Addresses do not survive into a templ
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from pgraph.template.plan import Plan
-from pgraph.template.topology import Topology
+from pgraph.template.recording import NodeRecord, OutputSpec
 from pgraph.text import amount
 
-__all__ = [
-    "Allocation",
-    "Dispatch",
-    "NodeRecord",
-    "OutputSpec",
-    "Recording",
-    "Region",
-    "Slot",
-    "Template",
-    "TensorSpec",
-]
+__all__ = ["Region", "Slot", "Template"]
 
-NodeKind = Literal["kernel", "memcpy", "memset", "empty"]
 RegionKind = Literal["input", "output", "temp"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NodeRecord:
-    """One graph node of one capture.
-
-    Args:
-        kind: the node's type; "empty" ones only wait for others.
-        name: kernel or op name, for reports.
-        header: everything that is fixed for the node's life (function, grid, copy kind...);
-            comparable, and equal between two captures of the same partition.
-        params: parameter bytes, addresses included, in the machine's byte order. Every address is
-            an 8-byte word aligned to 8 within these bytes.
-        structs: [first, end) in `params` of arguments larger than a word, which may have padding.
-    """
-
-    kind: NodeKind
-    name: str
-    header: tuple[Any, ...]
-    params: bytes
-    structs: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
-    """A ghost range of one capture: an input's alias, or memory allocated while capturing.
-
-    Args:
-        address: first byte.
-        nbytes: size in bytes.
-        birth: count of nodes recorded when it came to be (0 for inputs); a join.
-        death: count of nodes recorded when it was seen dead, a join; None if it outlived the capture.
-        slack: bytes on either side that belong to nobody else (pointers before the start or past
-            the end still mean this range).
-        library: a library kept it to the end, and gave it back when asked.
-    """
-
-    address: int
-    nbytes: int
-    birth: int
-    death: int | None
-    slack: int = 0
-    library: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Layout of a tensor.
-
-    Args:
-        size, stride: in elements.
-        offset: bytes from its region's base.
-        conj, neg: bits of a view that is conjugated or negated when it is read (Note [Lazy conjugates]).
-    """
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: Any
-    offset: int
-    conj: bool = False
-    neg: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputSpec:
-    """How one result of the partition is made from today's regions.
-
-    Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
-    returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
-    not depend on the call; `unread` if its value means nothing). `same` is the position of an earlier
-    result that was the very same tensor, `view_of` of one that it shared its version counter with.
-    """
-
-    region: int | None = None
-    input: int | None = None
-    layout: TensorSpec | None = None
-    constant: Any = None
-    unread: bool = False
-    same: int | None = None
-    view_of: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Dispatch:
-    """One op that was dispatched while a partition was captured.
-
-    Args:
-        op: ``ns::name``.
-        first, end: the nodes that it recorded; the same count twice if it failed.
-        tensors: (dtype, size, stride) of the tensors among its arguments, in order.
-        literals: numbers, texts and the like among its arguments, in order.
-        nth: how many calls of the op with such arguments came before.
-    """
-
-    op: str
-    first: int
-    end: int
-    tensors: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...] = ()
-    literals: tuple[Any, ...] = ()
-    nth: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recording:
-    """One capture. `allocations[:n_inputs]` are the inputs' aliases, in input order.
-
-    Args:
-        nodes: each after those that it waits for.
-        order: which of them wait for which.
-        allocations: inputs first, then by birth.
-        n_inputs: number of tensor inputs.
-        outputs: one per result, regions numbered as `allocations`.
-        ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
-        graph: the driver's own handle.
-        own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
-        steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
-            of them lie the nodes of one op, of generated kernels, or of ops that overlap.
-        ops: those that recorded nodes, in order. Generated kernels belong to none.
-    """
-
-    nodes: tuple[NodeRecord, ...]
-    order: Topology
-    allocations: tuple[Allocation, ...]
-    n_inputs: int
-    outputs: tuple[OutputSpec, ...]
-    ghost_range: tuple[int, int]
-    graph: Any
-    own: frozenset[int] = frozenset()
-    steps: tuple[int, ...] = ()
-    ops: tuple[Dispatch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

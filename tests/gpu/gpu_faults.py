@@ -14,9 +14,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pgraph import native
 from pgraph.capture import build
 from pgraph.errors import DriverError, PlanError
+from pgraph.native import libraries
 
 Kind = Literal["memory", "device"]
 
@@ -181,7 +181,7 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
             if calls is None:
                 return None
             empty = raising(calls.empty, device_error)
-            return dataclasses.replace(calls, raw_alloc=native.address_of(refuse), empty=empty)
+            return dataclasses.replace(calls, raw_alloc=libraries.address_of(refuse), empty=empty)
 
         patch.setattr(driver.CudaDriver, "native_calls", native_calls)
         patch.setattr(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pgraph.backend import backend
-from pgraph.runtime import statistics
+from pgraph.runtime import registry, statistics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda", 0)
@@ -77,17 +77,17 @@ _older: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def forget_older() -> None:
     """What is alive now belongs to earlier tests (a failed one's traceback may hold on to it)."""
-    _older.update(statistics.live_parts())
+    _older.update(registry.live_parts())
 
 
 def partitions() -> list[Any]:
     """The safe partitions that this test has made."""
-    return [p for p in statistics.live_partitions() if p not in _older]
+    return [p for p in registry.live_partitions() if p not in _older]
 
 
 def report() -> statistics.Report:
     """`pgraph.report()`, of this test only."""
-    return statistics.Report(tuple(p.stats for p in statistics.live_parts() if p not in _older))
+    return statistics.Report(tuple(p.stats for p in registry.live_parts() if p not in _older))
 
 
 def built() -> list[Any]:

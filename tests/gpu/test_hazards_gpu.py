@@ -35,8 +35,8 @@ from gpu_helpers import (
 from llama import Llama, LlamaConfig
 from torch import Tensor
 
-from pgraph import drivers
 from pgraph.capture import record
+from pgraph.drivers import choice
 from pgraph.runtime import partition_runner
 from pgraph.template import match
 
@@ -77,7 +77,7 @@ def _overlaps(recording: Any) -> list[tuple[Any, Any]]:
 
 
 def _record(fn: Callable[[list[Any]], Any], inputs: list[Tensor]) -> Any:
-    driver = drivers._get(DEVICE)
+    driver = choice._get(DEVICE)
     fn(list(inputs))
     with driver.capture_lock(), driver.arena(0) as arena:
         return record.record(driver, arena, fn, inputs, [256] * len(inputs))
@@ -132,7 +132,7 @@ def test_cublas_parameters_passed_in_one_buffer_are_rebound() -> None:
 
 def _slots_of_a_product() -> tuple[Any, ...]:
     """Capture and match one bf16 product; nothing is launched."""
-    driver = drivers._get(DEVICE)
+    driver = choice._get(DEVICE)
     inputs = [randn(1024, 1024, dtype=torch.bfloat16) for _ in range(2)]
 
     def fn(args: list[Any]) -> list[Tensor]:
@@ -273,7 +273,7 @@ from pgraph import capture, drivers
 if sys.argv[1:] == ["uncured"]:
     from pgraph.drivers import cuda_workspaces
     cuda_workspaces.drop = lambda stream, arena: None
-driver = drivers._get(torch.device("cuda", 0))
+driver = choice._get(torch.device("cuda", 0))
 inputs = [torch.randn(64, 65536, device="cuda").bfloat16(), torch.randn(65536, 64, device="cuda").bfloat16()]
 def fn(args):
     a, b = args

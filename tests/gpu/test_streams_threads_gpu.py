@@ -26,8 +26,8 @@ from gpu_helpers import (
 from torch import Tensor, nn
 
 import pgraph
-from pgraph import native
 from pgraph.drivers.cuda import workspaces
+from pgraph.native import libraries
 
 pytestmark = pytest.mark.gpu
 
@@ -140,8 +140,8 @@ def test_users_own_graph_survives_a_capture(helper: bool, monkeypatch: pytest.Mo
     """A capture here must not free what a graph captured earlier writes to (cuBLAS's workspace):
     where that can only be freed with all others, nothing is captured while such a graph is alive."""
     if not helper:
-        monkeypatch.setattr(native, "load_workspaces", lambda: None)
-    elif native.load_workspaces() is None:
+        monkeypatch.setattr(libraries, "load_workspaces", lambda: None)
+    elif libraries.load_workspaces() is None:
         pytest.skip("no C++ compiler")
     a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -233,7 +233,7 @@ for i in range(10):
         digest.update(h.as_bytes(r).cpu().numpy().tobytes())
     shaker.shake()
 h.assert_launched(9)
-print("NATIVE", native.load() is not None)
+print("NATIVE", libraries.load() is not None)
 print("DIGEST", digest.hexdigest(), pgraph.report().launches, pgraph.report().nodes)
 """
 
@@ -248,7 +248,7 @@ def test_native_helper_and_python_agree_and_the_process_ends() -> None:
     assert "NATIVE False" in outputs[1], outputs[1]
 
 
-@pytest.mark.skipif(native.load_call() is None, reason="no C compiler, or no Python headers")
+@pytest.mark.skipif(libraries.load_call() is None, reason="no C compiler, or no Python headers")
 def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path in C serves forward and backward, and costs no more memory than the one in Python."""
 
@@ -289,11 +289,11 @@ def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.Monke
     pgraph.reset()
     forget_older()
     disabled = True
-    monkeypatch.setattr(native, "load_call", lambda: None)
+    monkeypatch.setattr(libraries, "load_call", lambda: None)
     assert in_c == peaks()
 
 
-@pytest.mark.skipif(native.load_call() is None, reason="no C compiler, or no Python headers")
+@pytest.mark.skipif(libraries.load_call() is None, reason="no C compiler, or no Python headers")
 def test_running_out_of_memory_in_a_launch_is_torchs_error_and_passes() -> None:
     """A launch that cannot have its temporaries raises OutOfMemoryError; the next one works."""
     compiled = compile_pgraph(
@@ -330,7 +330,7 @@ def _workspaces() -> set[int]:
 
 def test_others_keep_their_workspaces() -> None:
     """Those of this thread's stream and of autograd's thread: taken anew, they would pin other blocks."""
-    if native.load_workspaces() is None:
+    if libraries.load_workspaces() is None:
         pytest.skip("no C++ compiler")
     x, w = randn(256, 256, grad=True), randn(256, 256)
     (x @ w).sum().backward()

@@ -36,7 +36,6 @@ import torch
 from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
-from pgraph import native
 from pgraph.drivers.cuda import workspaces
 from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
@@ -45,12 +44,14 @@ from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError, LaunchError
-from pgraph.native import address_of
+from pgraph.native import libraries
+from pgraph.native.libraries import address_of
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
 from pgraph.reasons import Reason
-from pgraph.template.match import RangeMap
-from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 from pgraph.template.topology import Topology
 
 __all__ = ["CudaDriver"]
@@ -67,7 +68,7 @@ class CudaSession(Session):
         self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, shared_history: bool
     ) -> None:
         self.arena: CudaArena = arena
-        library = native.load()
+        library = libraries.load()
         self._scrub = library.pg_scrub_stack if library is not None else None
         self._stream = stream
         self._pools = pools

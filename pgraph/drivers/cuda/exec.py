@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph import native
 from pgraph.drivers.cuda.nodes import check, node_reason
 from pgraph.drivers.interface import Exec
 from pgraph.errors import CaptureError
-from pgraph.template.template import NodeRecord, Slot
+from pgraph.native import libraries
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 
 __all__ = ["CudaExec", "CudaGraph"]
 
@@ -213,7 +214,7 @@ class CudaExec(Exec):
         self.nbytes = max(0, _outside_allocator() - before)
         (self._ctx,) = check(cu.cuCtxGetCurrent())
         self._layout(handles, nodes[first:last], slots, first)
-        library = native.load()
+        library = libraries.load()
         self._native = library.pg_launch if library is not None else None
         self._struct_entry = _ExecEntry(
             calls=ctypes.addressof(_calls()[1]),

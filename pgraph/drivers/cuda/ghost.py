@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph import native
 from pgraph.drivers.cuda.nodes import check
 from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
 from pgraph.errors import DriverError
+from pgraph.native import libraries
 
 __all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace", "unlimited"]
 
@@ -123,7 +123,7 @@ class CudaArena(Arena):
         return self._take(nbytes, 0)
 
     def _take(self, nbytes: int, phase: int) -> int:
-        library = native.load()
+        library = libraries.load()
         if library is not None:
             address = library.pg_arena_take(ctypes.addressof(self.state), nbytes, phase)
         else:
@@ -183,7 +183,7 @@ def _allocator() -> Any:
     and waits for the mutex would never get it. PyTorch's own bindings release the lock before they
     allocate, but generated code does not; so the callbacks are only the second choice.
     """
-    library = native.load()
+    library = libraries.load()
     functions: tuple[Any, Any]
     if library is not None:
         functions = (library.pg_ghost_alloc, library.pg_ghost_free)
@@ -221,7 +221,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
 
     def __enter__(self) -> GhostPools:
         global _current
-        library = native.load()
+        library = libraries.load()
         if library is not None:
             library.pg_arena_activate(ctypes.addressof(self._arena.state))
         _current = self._arena
@@ -233,7 +233,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         global _current
         self._close()
         self._pools.clear()
-        library = native.load()
+        library = libraries.load()
         if library is not None:
             library.pg_arena_activate(None)
         _current = None

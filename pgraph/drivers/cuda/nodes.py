@@ -17,7 +17,7 @@ from cuda.bindings import driver as cu
 
 from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
-from pgraph.template.template import NodeRecord
+from pgraph.template.recording import NodeRecord
 from pgraph.template.topology import Topology, chain, in_order, topology
 
 __all__ = ["check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from pgraph import native
 from pgraph.drivers.interface import Arena
 from pgraph.errors import CaptureError
+from pgraph.native import libraries
 from pgraph.reasons import Reason
 
 __all__ = ["drop", "instances", "kept", "refuse_foreign_graphs"]
@@ -32,7 +32,7 @@ def drop(stream: int, arena: Arena) -> None:
     Those in the arena are among them, whatever their stream: an op may use streams of its own, and whoever
     had a product there later would find an address that is no memory any more.
     """
-    library = native.load_workspaces()
+    library = libraries.load_workspaces()
     if library is None:
         torch._C._cuda_clearCublasWorkspaces()
     else:
@@ -41,7 +41,7 @@ def drop(stream: int, arena: Arena) -> None:
 
 def kept() -> frozenset[int]:
     """First bytes of the workspaces that are in use now, whatever their device and stream."""
-    library = native.load_workspaces()
+    library = libraries.load_workspaces()
     count, found = 64, (ctypes.c_uint64 * 0)()
     while library is not None and count > len(found):
         found = (ctypes.c_uint64 * count)()
@@ -55,7 +55,7 @@ def refuse_foreign_graphs() -> None:
     Raises:
         CaptureError: the program holds CUDA graphs that it captured by itself.
     """
-    if native.load_workspaces() is not None:
+    if libraries.load_workspaces() is not None:
         return
     node = getattr(sys.modules.get("torch._inductor.cudagraph_trees"), "CUDAGraphNode", None)
     graphs = instances(torch.cuda.CUDAGraph)

@@ -15,8 +15,6 @@ It can also misbehave on purpose, see `pgraph.drivers.host.faults`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import struct
 import threading
@@ -30,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pgraph.compat import lazily
 from pgraph.drivers.host import faults as fault
+from pgraph.drivers.host.arena import CPU, HostArena
 from pgraph.drivers.host.nodes import (
     TABLE,
     KernelCall,
@@ -43,71 +42,20 @@ from pgraph.drivers.host.nodes import (
     run,
 )
 from pgraph.drivers.host.rehearsal import expected
-from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session, extent, next_start
-from pgraph.errors import CaptureError, DriverError
+from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
-from pgraph.template.match import RangeMap
-from pgraph.template.template import NodeRecord, Slot
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 from pgraph.template.topology import Topology, in_order, topology
 
 __all__ = ["HostDriver"]
 
-_CPU = torch.device("cpu")
-_RESERVE = 1 << 42
-_GUARD = 1 << 16
 _SCRATCH = 512
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_size_t,
-]
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_NORESERVE = 0x4000
 
 # Functional in the schema, but their CPU implementation only makes another view.
 _VIEWS_IN_DISGUISE = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"})
-
-
-class HostArena(Arena):
-    """Reserved address space with no access rights."""
-
-    def __init__(self, layout: int) -> None:
-        fault.active().step("arena")
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        address = _LIBC.mmap(None, _RESERVE, 0, flags, -1, 0)
-        if address in (None, ctypes.c_void_p(-1).value):
-            raise DriverError(
-                f"could not reserve {_RESERVE} bytes of address space: {os.strerror(ctypes.get_errno())}"
-            )
-        self.low, self.high, self.guard = address, address + _RESERVE, _GUARD
-        self._position = self.low
-        self.layout = layout
-
-    @property
-    def position(self) -> int:
-        return self._position
-
-    @property
-    def device(self) -> torch.device:
-        return _CPU
-
-    def take(self, nbytes: int, phase: int = 0) -> int:
-        start = next_start(self._position, self.guard, self.layout, phase)
-        end = start + nbytes + self.guard
-        if end > self.high:
-            raise DriverError(
-                f"{nbytes} bytes do not fit into the ghost range of {self.high - self.low} bytes"
-            )
-        self._position = end
-        return start
-
-    def close(self) -> None:
-        _LIBC.munmap(self.low, self.high - self.low)
 
 
 class HostGraph:
@@ -373,7 +321,7 @@ class HostDriver(Driver):
     """The CPU as a device with graphs."""
 
     name = "host"
-    device = _CPU
+    device = CPU
     alignment = 16
 
     def __init__(self) -> None:

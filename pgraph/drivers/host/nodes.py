@@ -14,7 +14,7 @@ from pgraph.compat import lazily
 from pgraph.drivers.interface import extent
 from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
-from pgraph.template.template import NodeRecord
+from pgraph.template.recording import NodeRecord
 
 __all__ = [
     "TABLE",

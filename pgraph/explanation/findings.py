@@ -1,23 +1,17 @@
-"""What of a program is captured, what is not, why, and what to change first: text and numbers only.
-
-Made by `pgraph.explanation.session`, shown by `pgraph.explanation.text` and `pgraph.explanation.html`.
-"""
+"""What an explanation consists of: text and numbers only."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from pgraph.drivers.peak_stats import GhostPeaks
-from pgraph.explanation import html, text
-from pgraph.partition import facts
+from pgraph.partition.causes import SEEDS
 from pgraph.reasons import Reason
 from pgraph.runtime import statistics
 
-__all__ = ["Change", "Explanation", "PartExplanation"]
+__all__ = ["Change", "Findings", "PartExplanation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,8 +90,8 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
-    """What `explain` found. Print it, or take `to_dict()`, `to_json()`, `to_html()`.
+class Findings:
+    """What `explain` found.
 
     Args:
         parts: in the order in which they ran, then those that did not run.
@@ -124,7 +118,7 @@ class Explanation:
     def complete(self) -> bool:
         """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
         done = all(
-            p.state == "captured" or (p.reasons and all(r.code == facts.SEEDS for r in p.reasons))
+            p.state == "captured" or (p.reasons and all(r.code == SEEDS for r in p.reasons))
             for p in self.parts
             if p.state != "not run" and p.device_ops
         )
@@ -149,17 +143,6 @@ class Explanation:
     def _shares(self, of: Callable[[PartExplanation], Any]) -> tuple[Any, Any]:
         return sum(of(p) for p in self.parts if p.state == "captured"), sum(of(p) for p in self.parts)
 
-    def __str__(self) -> str:
-        return self.render()
-
-    def render(self, *, times: bool = True) -> str:
-        """The explanation as text.
-
-        Args:
-            times: include measured times, which differ from run to run; the rest does not.
-        """
-        return text.text(self, times=times)
-
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, fit for `json.dumps`."""
         shares = {"device_ops": self.device_ops, "kernels": self.kernels, "seconds": self.seconds}
@@ -183,19 +166,3 @@ class Explanation:
             "breaks": [dataclasses.asdict(r) for r in self.breaks],
             "changes": [dataclasses.asdict(c) for c in self.changes],
         }
-
-    def to_json(self) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def to_html(self, path: str | pathlib.Path | None = None, *, times: bool = True) -> str:
-        """A timeline as one self-contained page; written to `path` if one is given.
-
-        Args:
-            path: file to write.
-            times: width of a bar by host time instead of by device ops.
-        """
-        page = html.page(self, times=times)
-        if path is not None:
-            pathlib.Path(path).write_text(page, encoding="utf-8")
-        return page

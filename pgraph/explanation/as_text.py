@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import linecache
-from typing import TYPE_CHECKING
 
+from pgraph.explanation.findings import Change, Findings, PartExplanation
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
-if TYPE_CHECKING:
-    from pgraph.explanation.model import Change, Explanation, PartExplanation
-
-__all__ = ["place", "text"]
+__all__ = ["place", "render"]
 
 _SHOWN_OPS = 4
 
 
-def text(explanation: Explanation, *, times: bool) -> str:
+def render(explanation: Findings, *, times: bool) -> str:
     """All of it; see `Explanation.render`."""
     lines = _summary(explanation, times)
     if explanation.changes:
@@ -41,7 +38,7 @@ def place(reason: Reason) -> str | None:
     return f"{reason.where}: {source}" if source else reason.where
 
 
-def _summary(explanation: Explanation, times: bool) -> list[str]:
+def _summary(explanation: Findings, times: bool) -> list[str]:
     run = [p for p in explanation.parts if p.calls]
     captured = sum(p.state == "captured" for p in run)
     verdict = f"{captured} of {len(run)} parts captured"
@@ -72,7 +69,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part:,} of {whole:,}{percent}"
 
 
-def _change(number: int, change: Change, explanation: Explanation, times: bool) -> list[str]:
+def _change(number: int, change: Change, explanation: Findings, times: bool) -> list[str]:
     reason = change.reason
     if reason in explanation.breaks:
         gain = "joins what lies before and after the break, and compiles what Python runs there"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
 
-from pgraph.explanation.text import place
+from pgraph.explanation import as_text
+from pgraph.explanation.as_text import place
+from pgraph.explanation.findings import Findings, PartExplanation
+from pgraph.reasons import Reason
 from pgraph.text import amount
 
-if TYPE_CHECKING:
-    from pgraph.explanation.model import Explanation, PartExplanation
-    from pgraph.reasons import Reason
-
-__all__ = ["page"]
+__all__ = ["render"]
 
 # State -> (colour, mark): the mark tells them apart without colours too.
 _LOOKS = {
@@ -37,10 +35,10 @@ code { background: #f3f3f3; padding: 0 .2em; }
 """
 
 
-def page(explanation: Explanation, *, times: bool) -> str:
+def render(explanation: Findings, *, times: bool) -> str:
     """The whole page; widths are host time if `times`, device ops otherwise."""
-    body = [f"<h1>{_escape(line)}</h1>" for line in explanation.render(times=times).splitlines()[:1]]
-    body += [f"<p>{_escape(line)}</p>" for line in explanation.render(times=times).splitlines()[1:2]]
+    body = [f"<h1>{_escape(line)}</h1>" for line in as_text.render(explanation, times=times).splitlines()[:1]]
+    body += [f"<p>{_escape(line)}</p>" for line in as_text.render(explanation, times=times).splitlines()[1:2]]
     legend = "".join(
         f'<span style="background:{colour}">{mark} {state}</span>' for state, (colour, mark) in _LOOKS.items()
     )

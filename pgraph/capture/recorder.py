@@ -1,0 +1,217 @@
+"""While a partition is captured: its ops go to the session, its allocations are watched."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pgraph.capture.culprit import dispatch_of
+from pgraph.capture.failures import failure_of, library_kept, not_recorded
+from pgraph.compat import lazily
+from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
+from pgraph.errors import CaptureError
+from pgraph.ops.fx import is_foreign, is_own, op_name
+from pgraph.reasons import Dispatch, Reason
+from pgraph.template.topology import Topology
+
+__all__ = []
+
+
+@dataclasses.dataclass(slots=True)
+class GhostRange:
+    """An allocation while it is being watched."""
+
+    address: int
+    nbytes: int
+    birth: int
+    slack: int
+    owner: StorageWeakRef | None
+    death: int | None = None
+    library: bool = False
+
+
+class Recorder(TorchDispatchMode):
+    """Sends each dispatched op to the session and keeps the allocation timeline."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self.ranges: list[GhostRange] = []
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+        self._alive: list[GhostRange] = []
+        self._known: dict[int, GhostRange] = {}
+        # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
+        self._marks: list[tuple[int, int]] = []
+        self.own: set[int] = set()
+        self.ops: list[Dispatch] = []
+        self._times: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before, known = self.boundary(), len(self.ranges)
+        try:
+            result = self._session.run_op(func, args, kwargs or {})
+            after = self._session.node_count()
+        except Exception as e:
+            raise failure_of(e, self._dispatch(func, args, kwargs, before, before)) from e
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._adopt(leaf, before)
+        if is_own(func):
+            self.own.update(range(before, after))
+        elif is_foreign(func):
+            fresh = any(r.nbytes for r in self.ranges[known:])
+            if after == before and (fresh or _writes(func, args, kwargs or {})):
+                culprit = self._dispatch(func, args, kwargs, before, after)
+                raise CaptureError(not_recorded(op_name(func)), culprit=culprit)
+        if after > before:
+            self.ops.append(self._dispatch(func, args, kwargs, before, after))
+        self.boundary()
+        return result
+
+    def _dispatch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, first: int, end: int
+    ) -> Dispatch:
+        found = dispatch_of(func, args, kwargs or {}, first, end)
+        key = found.op, found.tensors, found.literals
+        self._times[key] += 1
+        return dataclasses.replace(found, nth=self._times[key] - 1)
+
+    @property
+    def arena(self) -> Arena:
+        return self._session.arena
+
+    def alias(self, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+        """A ghost with the layout and storage offset of a real input, and no more than `alignment`."""
+        nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
+        address = self._session.arena.take(nbytes, alignment % ALIGNMENT)
+        ghost = self._session.arena.tensor(
+            address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
+        )
+        self._watch(ghost, address, nbytes, birth=0)
+        ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
+        self.inputs.append(weakref.ref(ghost))
+        return ghost
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What a generated module gets for `torch.empty_strided`."""
+        birth = self.boundary()
+        ghost = self._session.arena.empty_strided(size, stride, dtype)
+        storage = ghost.untyped_storage()  # the address of an empty tensor is 0, its storage's is not
+        self._watch(ghost, storage.data_ptr(), storage.nbytes(), birth)
+        return ghost
+
+    def boundary(self) -> int:
+        """Note deaths up to now; returns the number of nodes recorded."""
+        count = self._session.node_count()
+        self._marks.append((self._session.arena.position, count))
+        still_alive = []
+        for r in self._alive:
+            assert r.owner is not None
+            if r.owner.expired():
+                r.death = count
+                self._known.pop(r.address, None)
+            else:
+                still_alive.append(r)
+        self._alive = still_alive
+        return count
+
+    def steps(self, order: Topology) -> tuple[int, ...]:
+        """Counts of nodes at the boundaries that are joins."""
+        return tuple(sorted({count for _, count in self._marks}.intersection(order.joins)))
+
+    def own_nodes(self, order: Topology) -> frozenset[int]:
+        """Nodes recorded by ops of PyTorch's own: where ops overlap, only if all of those are."""
+        spans = (range(first, last) for first, last in pairwise(order.joins))
+        return frozenset(node for span in spans if self.own.issuperset(span) for node in span)
+
+    def meet(self, order: Topology) -> None:
+        """Date births and deaths by joins."""
+        for r in self.ranges:
+            r.birth = order.before(r.birth)
+            r.death = order.after(r.death) if r.death is not None else None
+
+    def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() == 0 and tensor.device == self._session.arena.device:
+            if all(r.owner is None or r.owner.cdata != StorageWeakRef(storage).cdata for r in self._alive):
+                self._watch(tensor, self._session.arena.take(0), 0, birth)  # allocators give no address
+            return
+        if address in self._known or not self._session.arena.holds(address):
+            return
+        cdata = StorageWeakRef(storage).cdata
+        if any(r.owner is not None and r.owner.cdata == cdata for r in self._alive):
+            return  # an alias of an input: its storage begins before its range
+        self._watch(tensor, address, storage.nbytes(), birth)
+
+    def _watch(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
+        owner = StorageWeakRef(tensor.untyped_storage())
+        r = GhostRange(address, nbytes, birth, self._session.arena.guard, owner)
+        self.ranges.append(r)
+        self._alive.append(r)
+        self._known[address] = r
+
+    def all_gone(self) -> None:
+        """Make sure that the program kept none of the ghosts.
+
+        Raises:
+            CaptureError: it did (an op that remembers its arguments, say). The addresses are then
+                never given back, so that whoever holds such a tensor can at least not read another's.
+        """
+        if self._kept():
+            gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
+        kept = self._kept()
+        if kept:
+            self._session.arena.leaked = True
+            raise CaptureError(
+                Reason(
+                    "ghost-kept",
+                    f"the code kept {len(kept)} of the tensors that it was captured with",
+                    "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
+                )
+            )
+
+    def _kept(self) -> list[GhostRange]:
+        return [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
+
+    def add_hidden(self) -> None:
+        """Add what ops allocated for themselves, dated by the arena's position."""
+        tracked = {r.address: r for r in self.ranges}
+        positions = [position for position, _ in self._marks]
+        for h in self._session.hidden():
+            if h.address in tracked:
+                r = tracked[h.address]
+                r.nbytes = max(r.nbytes, h.nbytes)
+                continue
+            if h.kept:
+                self._session.arena.leaked = True
+                raise CaptureError(library_kept(h.nbytes))
+            k = bisect.bisect_right(positions, h.address) - 1
+            birth = self._marks[max(k, 0)][1]
+            death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
+            # Kept until just now, and by no tensor: a library's workspace.
+            self.ranges.append(GhostRange(h.address, h.nbytes, birth, 0, None, death, library=not h.freed))
+
+
+def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the op's schema says that it writes into one of these arguments."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if any(isinstance(t, torch.Tensor) and t.numel() for t in tree_leaves(value)):
+            return True
+    return False

@@ -1,0 +1,103 @@
+"""Choosing a driver. `cuda` is imported only when a CUDA tensor is met."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from pgraph.drivers.interface import Driver
+from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.errors import DriverError
+from pgraph.reasons import Reason
+
+__all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
+
+log = logging.getLogger(__name__)
+
+NOT_ON_A_DEVICE = Reason(
+    "no-device",
+    "the graph's tensors are on the CPU, where there is nothing to capture",
+    "move the model and its inputs to CUDA, or try the mechanism on the CPU with options={'driver': 'host'}",
+)
+""" Why a graph for which `choose` finds no driver runs plainly."""
+
+_drivers: dict[torch.device, Driver] = {}
+_lock = threading.Lock()
+_noticed = False
+
+
+def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
+    """The driver for a graph, None to run it plainly.
+
+    Args:
+        wanted: option `driver`.
+        gm: an ATen graph with ``meta["val"]``; its tensors' devices decide.
+
+    Raises:
+        DriverError: the driver asked for is not available on this machine.
+    """
+    device = _device_of(gm)
+    if wanted == "host":
+        return _get(torch.device("cpu")) if device is None or device.type == "cpu" else None
+    if device is not None and device.type == "cuda":
+        return _get(device)
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DriverError(
+            "option driver='cuda' but torch.cuda.is_available() is False; use driver='host' to try pgraph on "
+            "a CPU, or 'auto'"
+        )
+    _notice_once()
+    return None
+
+
+def _device_of(gm: torch.fx.GraphModule) -> torch.device | None:
+    """The first CUDA device met, else the CPU if there is any tensor at all."""
+    found: torch.device | None = None
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.device.type == "cuda":
+                    return leaf.device if leaf.device.index is not None else torch.device("cuda", 0)
+                found = found or leaf.device
+    return found
+
+
+def _get(device: torch.device) -> Driver:
+    with _lock:
+        if device not in _drivers:
+            if device.type == "cuda":
+                from pgraph.drivers.cuda.driver import CudaDriver
+
+                _drivers[device] = CudaDriver(device.index)
+            else:
+                from pgraph.drivers.host.driver import HostDriver
+
+                _drivers[device] = HostDriver()
+        return _drivers[device]
+
+
+def _notice_once() -> None:
+    global _noticed
+    if not _noticed:
+        _noticed = True
+        log.warning(
+            "pgraph has nothing to capture for CPU tensors: they run plainly "
+            "(options={'driver': 'host'} tries the mechanism on the CPU)"
+        )
+
+
+def ghost_peaks() -> tuple[GhostPeaks, ...]:
+    """What captures may have added to the peak statistics, for the devices where they have."""
+    with _lock:
+        found = [driver.ghost_peaks() for driver in _drivers.values()]
+    return tuple(peaks for peaks in found if peaks is not None)
+
+
+def close_all() -> None:
+    """Free what the drivers hold; they come back when needed."""
+    with _lock:
+        for driver in _drivers.values():
+            driver.close()

@@ -1,0 +1,169 @@
+"""The optional native helper: built on first use with the machine's C compiler, else None.
+
+What pays for it, measured on an H200: setting a kernel node's parameters takes 0.11-0.13 us from C
+and 0.47-0.70 us from Python. Launches work without it, through the Python path in
+`pgraph.drivers` and `pgraph.launch.interpreter`; set ``PGRAPH_NATIVE=0`` to force that.
+
+Three sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
+needs Python's headers (`load_call`), as Triton's own launchers do; `pgraph_workspaces.cpp` needs a C++
+compiler and PyTorch's headers (`load_workspaces`). That one does what Python cannot: what becomes of
+captures without it is told in Note [Others' workspaces].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from typing import Any
+
+from pgraph.environment import WORDS
+
+__all__ = ["address_of", "load", "load_call", "load_workspaces"]
+
+log = logging.getLogger(__name__)
+
+_HERE = pathlib.Path(__file__).parent
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The loaded library, or None where it is switched off or no compiler is found.
+
+    A `CDLL`: a launch may wait for room in the device's queue, and other Python threads must run
+    meanwhile.
+    """
+    wish = os.environ.get("PGRAPH_NATIVE", "").strip() or "1"
+    if wish.lower() not in WORDS:
+        log.warning("PGRAPH_NATIVE is %r; it must be 1 or 0 and counts as 1", wish)
+    elif not WORDS[wish.lower()]:
+        return None
+    try:
+        library = ctypes.CDLL(str(_build("pgraph_native.c")))
+    except (OSError, subprocess.SubprocessError) as e:
+        log.info("no native helper, launching from Python instead: %s", e)
+        return None
+    library.pg_arena_take.restype = ctypes.c_uint64
+    library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 2
+    library.pg_arena_activate.argtypes = [ctypes.c_void_p]
+    library.pg_launch.restype = ctypes.c_int64
+    library.pg_launch.argtypes = [ctypes.c_void_p] * 3
+    return library
+
+
+@functools.cache
+def load_call() -> Any | None:
+    """The extension module made of `pgraph_call.c`; None where `load` gives None, or without headers."""
+    if load() is None:
+        return None
+    abi = sysconfig.get_config_var("SOABI")
+    try:
+        path = str(_build("pgraph_call.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}"))
+        loader = importlib.machinery.ExtensionFileLoader("_pgraph_call", path)
+        spec = importlib.util.spec_from_file_location("_pgraph_call", path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (OSError, ImportError, subprocess.SubprocessError) as e:
+        log.info("no launches in C, the steps of a launch run in Python instead: %s", e)
+        return None
+    return module
+
+
+@functools.cache
+def load_workspaces() -> ctypes.CDLL | None:
+    """The library made of `pgraph_workspaces.cpp`; None where `load` gives None, or if it cannot be built."""
+    if load() is None:
+        return None
+    import torch
+
+    root = pathlib.Path(torch.__file__).parent
+    try:
+        header = root / "include" / "ATen" / "cuda" / "CUDAContextLight.h"
+        struct = re.search(r"^struct WorkspaceMapWithMutex \{.*?^\};$", header.read_text(), re.M | re.S)
+        if struct is None:
+            raise OSError(f"{header} declares no WorkspaceMapWithMutex")
+        path = _build(
+            "pgraph_workspaces.cpp",
+            "-std=c++17",
+            f"-I{root / 'include'}",
+            f"-L{root / 'lib'}",
+            "-ltorch_cuda",
+            "-lc10",
+            tag=f"-{torch.__version__}",
+            header=("WORKSPACE_MAP", struct.group()),
+        )
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as e:
+        log.info("captures drop the cuBLAS workspaces of all streams: %s", e)
+        return None
+    library.pg_drop_workspaces.restype = ctypes.c_int64
+    library.pg_drop_workspaces.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
+    library.pg_workspaces.restype = ctypes.c_int64
+    library.pg_workspaces.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
+    return library
+
+
+def address_of(function: Any) -> int:
+    """Address of a C function that `ctypes` found."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _build(file: str, *flags: str, tag: str = "", header: tuple[str, str] | None = None) -> pathlib.Path:
+    """The shared library made of a source beside this file; `header`: a macro, and the file that it names."""
+    path = _HERE / file
+    digest = hashlib.sha256(path.read_bytes() + repr((flags, header)).encode()).hexdigest()[:16]
+    name = f"{path.stem}-{digest}{tag}-{sysconfig.get_platform()}.so"
+    target = _cache_dir() / name
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = pathlib.Path(scratch) / name
+        command = [*_compiler(path.suffix), "-O2", "-shared", "-fPIC", "-o", str(built), str(path)]
+        if header is not None:
+            macro, text = header
+            (pathlib.Path(scratch) / "header.h").write_text(text)
+            command += [f'-D{macro}="header.h"', f"-I{scratch}"]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise OSError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:] or done.returncode}")
+        os.replace(built, target)  # atomic: two processes may build at the same time
+    return target
+
+
+def _compiler(suffix: str) -> list[str]:
+    variable, names = (
+        ("CXX", ("c++", "g++", "clang++")) if suffix == ".cpp" else ("CC", ("cc", "gcc", "clang"))
+    )
+    found = os.environ.get(variable) or next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise OSError(f"no compiler for *{suffix} found")
+    return shlex.split(found)  # "ccache g++" is a common value
+
+
+def _cache_dir() -> pathlib.Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    for candidate in (
+        pathlib.Path(root) / "pgraph",
+        pathlib.Path(tempfile.gettempdir()) / f"pgraph-{os.getuid()}",
+    ):
+        try:
+            candidate.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if os.access(candidate, os.W_OK) and candidate.stat().st_uid == os.getuid():
+                return candidate
+        except OSError:
+            continue
+    raise OSError("no cache directory can be written")

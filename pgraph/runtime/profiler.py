@@ -1,0 +1,24 @@
+"""Ranges for the profiler: which part runs, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.autograd.profiler import record_function
+
+__all__ = ["Step", "in_range"]
+
+
+Step = Literal["plain", "capture", "launch"]
+
+
+def in_range(step: Step, label: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` under a range of the profiler.
+
+    Args:
+        step: what is being done with the part.
+        label: of the part, see `PartFacts.label`.
+    """
+    with record_function(f"pgraph::{step} {label}"):
+        return fn(*args)

@@ -1,0 +1,38 @@
+"""Kernels of which it is known what they do with words that no argument explains. Data only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ATTENTION_KERNELS", "CUDNN_KERNELS", "OPERAND_KERNELS"]
+
+
+# PyTorch's kernels whose tables of fixed size are filled as far as the op has operands. They are given
+# pointers to those operands and to what is allocated for the call, and to nothing else: no random
+# generator's state, no buffer that outlives the call. Names as in `at::native`, templates all.
+OPERAND_KERNELS: Final = (
+    "elementwise_kernel",
+    "unrolled_elementwise_kernel",
+    "vectorized_elementwise_kernel",
+    "index_elementwise_kernel",
+    "reduce_kernel",
+    "CatArrayBatchedCopy",
+    "CatArrayBatchedCopy_contig",
+    "CatArrayBatchedCopy_aligned16_contig",
+    "CatArrayBatchedCopy_vectorized",
+    "multi_tensor_apply_kernel",
+)
+
+# cuDNN's, as their names say (`..._execute_kernel__5x_cudnn`, `cutlass__5x_cudnn::Kernel`). PyTorch gives
+# cuDNN operands and a workspace that is allocated for the call; cuDNN's own buffers are not in PyTorch's
+# memory, and recurrent nets, whose states are, are refused by name. Its structs mix pointers with numbers of
+# four bytes.
+CUDNN_KERNELS: Final = (r"\w*5x_cudnn",)
+
+# PyTorch's memory-efficient attention, forward and backward. Its struct mixes pointers to operands with
+# numbers of four bytes, beside which half a word is left as it was. A random generator's state is among the
+# operands only with dropout, which is refused.
+ATTENTION_KERNELS: Final = (
+    r"fmha_cutlassF_\w+?N22PyTorchMemEffAttention",
+    r"fmha_cutlassB_\w+?N22PyTorchMemEffAttention",
+)
