@@ -158,34 +158,34 @@ def coverage_of(report: Any) -> dict[str, Any]:
     """
     from pgraph.partition.causes import SEEDS
 
-    parts = [
+    partitions = [
         p
-        for p in report.parts
+        for p in report.partitions
         if p.state != "not run"
         and p.facts.device_ops
         and not (p.reasons and all(r.code == SEEDS for r in p.reasons))
     ]
-    outside = [p for p in parts if p.state != "captured"]
+    outside = [p for p in partitions if p.state != "captured"]
     codes: dict[str, int] = {}
     sentences: dict[str, None] = {}
-    for part in outside:
-        reasons = {reason.code: reason for reason in part.reasons}
-        for code in reasons or {part.state: None}:
+    for partition in outside:
+        reasons = {reason.code: reason for reason in partition.reasons}
+        for code in reasons or {partition.state: None}:
             codes[code] = codes.get(code, 0) + 1
         sentences |= {f"[{r.code}] {r.sentence}": None for r in reasons.values()}
-    graphs = {(p.facts.graph.kind, p.facts.graph.number): p.facts.graph for p in report.parts}
+    graphs = {(p.facts.graph.kind, p.facts.graph.number): p.facts.graph for p in report.partitions}
     broken = [g.broken for g in graphs.values() if g.broken is not None]
     sentences |= {f"[{r.code}] {r.sentence}": None for r in broken}
     return {
-        "captured_ops": sum(p.facts.device_ops for p in parts if p.state == "captured"),
-        "device_ops": sum(p.facts.device_ops for p in parts),
+        "captured_ops": sum(p.facts.device_ops for p in partitions if p.state == "captured"),
+        "device_ops": sum(p.facts.device_ops for p in partitions),
         "captures": int(report.captures),
         "capture_s": float(report.capture_s),
         "launches": int(report.launches),
         "splits": int(report.splits),
-        "parts": len(parts),
+        "parts": len(partitions),
         "uncaptured_parts": len(outside),
-        "fallbacks": int(report.fallbacks),
+        "refused": int(report.refused),
         "uncaptured": codes,
         "reasons": [sentence[:300] for sentence in list(sentences)[:REASONS]],
         "graph_breaks": len(broken),

@@ -100,13 +100,13 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
     from pgraph.runtime import partition_runner
 
     watched = Watched()
-    live = [p for p in registry.live_partitions() if p.template() is not None]
+    live = [p for p in registry.live_capturable() if p.template() is not None]
     real = partition_runner.PartitionRunner.__call__
     before = {p.name: p.stats.launches for p in live}
     for partition in live:
-        for variant in partition.variants():
-            if variant.call is not None:
-                variant.call = watched.around(variant.call, f"{partition.name} native")
+        for specialization in partition.specializations():
+            if specialization.call is not None:
+                specialization.call = watched.around(specialization.call, f"{partition.name} native")
 
     def call(self: Any, args: list[Any]) -> Any:
         return watched.around(real, self.name)(self, args)
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     own = ["--config", args.config, "--scope", args.scope]
     own += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    rows, parts, failed = [], [], 0
+    rows, partitions, failed = [], [], 0
     for backend in args.backends:
         done = subprocess.run(
             [sys.executable, __file__, *own, "--one", backend],
@@ -176,13 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{backend} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
             continue
         found = json.loads(done.stdout.splitlines()[-1])
-        parts += found.pop("partitions")
+        partitions += found.pop("partitions")
         rows.append(found)
     print(f"Host ms of a step, {args.config} per {args.scope}:\n")
     print(tabulate(rows, headers="keys", floatfmt=".2f", tablefmt="github"))
-    if parts:
+    if partitions:
         print("\npgraph's partitions:\n")
-        print(tabulate(parts, headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"))
+        print(tabulate(partitions, headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"))
     return failed
 
 

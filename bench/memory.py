@@ -176,7 +176,7 @@ def brief(figures: dict[str, Any]) -> str:
     memory = (
         f"{reserved:,.0f} MB reserved" if reserved is not None else f"{figures['peak_rss_mb']:,.0f} MB RSS"
     )
-    plain = "".join(f"\n    runs plainly: {reason}" for reason in figures.get("plain", ()))
+    plain = "".join(f"\n    runs uncaptured: {reason}" for reason in figures.get("plain", ()))
     return (
         f"{figures['ms_per_step']:.2f} ms/step, issue {figures['cpu_issue_ms']:.2f} ms, {memory}, "
         f"compile {figures['compile_s']:.1f} s, loss {figures['final_loss']:.4f}{plain}"

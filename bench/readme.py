@@ -49,8 +49,8 @@ def table(name: str, files: Sequence[File]) -> str:
             f"table:{name} is unknown; choose one of {', '.join(TABLES)}, with @GPU behind it or not"
         )
     chosen = [data for data in files if not gpu or data["gpu"] == gpu]
-    parts = [text for data in chosen if (text := TABLES[kind](data))]
-    return "\n" + "\n".join(parts or ["No results yet.\n"]) + "\n"
+    partitions = [text for data in chosen if (text := TABLES[kind](data))]
+    return "\n" + "\n".join(partitions or ["No results yet.\n"]) + "\n"
 
 
 def rewrite(text: str, files: Sequence[File]) -> str:

@@ -177,11 +177,11 @@ class Trainer:
             with torch.no_grad():
                 self.last = self.task.predict(self.batch()[0])
             return
-        parts = self.task.load.accumulate
+        partitions = self.task.load.accumulate
         self._begin()  # once: reduce-overhead keeps the gradients of earlier parts in its pool until the next
-        for _ in range(parts):
+        for _ in range(partitions):
             loss = self.task.loss(*self.batch())
-            (loss / parts if parts > 1 else loss).backward()
+            (loss / partitions if partitions > 1 else loss).backward()
             self.last = loss.detach()
             del loss
         self.optimizer.step()
@@ -254,10 +254,13 @@ def measure(spec: Spec) -> dict[str, Any]:
     report = pgraph_report() if spec.backend == "pgraph" else None
     if report is not None:
         capture_s = float(report.capture_s)
-        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "partitions")
+        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "refused")
         extra = {key: as_count(getattr(report, key)) for key in counts}
+        extra["partitions"] = as_count(report.capturable)
         extra |= {"exec_mb": as_count(report.exec_bytes) / MB, "summary": report.summary()}
-        extra["plain"] = [f"{part.name}: {reason}" for part in report.parts for reason in part.reasons]
+        extra["plain"] = [
+            f"{partition.name}: {reason}" for partition in report.partitions for reason in partition.reasons
+        ]
     elif spec.backend == "reduce-overhead":
         # Warm-up and recording fill the steps after the compiling one: what they take over a steady step.
         capture_s = sum(max(0.0, seconds - steady_s) for seconds in warm_s[1:])

@@ -18,19 +18,19 @@ The files, in the order in which data flows through them:
 `plan`, `packing`         when memory is allocated and freed around which chunk of nodes
 `build`                   the steps above in order; `template` holds what they leave behind
 `launch`                  today's addresses in, ordinary tensors out
-`runner`, `variant`,      the state machine: plain, captured, launched, fallen back
+`runner`, `specialization`,      the state machine: plain, captured, launched, refused
 `failures`
 `culprit`, `resplit`      a refused capture: which op made it fail, and the split around that op
-`borders`, `strides`      which strides go from one part to the next, and from the forward to the backward
-`storage`                 ops that read a tensor's storage, given the tensor that owns it
-`graph_runner`            the parts of a split graph in order, values from one to the next
+`borders`, `strides`      which strides go from one partition to the next, and from the forward to the
+backward `storage`                 ops that read a tensor's storage, given the tensor that owns it
+`graph_runner`            the partitions of a split graph in order, values from one to the next
 `drivers/`                CUDA, and the same rules on the CPU
-`facts`, `stats`          what is known of each part, and what has been done with it so far
+`facts`, `stats`          what is known of each partition, and what has been done with it so far
 `explaining`, `breaks`,   why something stays outside, what it costs, what to change first
 `observe`
 `explanation`, `render`,  the answer as data, as text and as a page
 `timeline`, `words`
-`strict`, `sizes`         errors instead of plain running; which sizes are captured
+`strict`, `sizes`         errors instead of running uncaptured; which sizes are captured
 `peaks`                   what captures add to the framework's peak statistics
 `compat/`                 PyTorch's private interfaces
 ========================  ==========================================================================

@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from pgraph import compat
-from pgraph.compiler.compile_graph import compile_parts
+from pgraph.compiler.compile_graph import compile_partitions
 from pgraph.compiler.graph_breaks import break_of
 from pgraph.drivers import choice
 from pgraph.errors import FullCaptureError, OptionError
@@ -75,7 +75,7 @@ class Backend:
 
 def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
-    for partition in registry.live_partitions():
+    for partition in registry.live_capturable():
         partition.reset()
     choice.close_all()
 
@@ -110,7 +110,7 @@ def _compile_inductor(
 ) -> Boxed:
     """Inner compiler for Inductor's front end (2.13 passes more positional arguments than 2.11)."""
 
-    def compile_part(
+    def compile_partition(
         module: torch.fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[int] | None
     ) -> Boxed:
         changed = {} if fixed is None else {"static_input_idxs": fixed}
@@ -119,7 +119,7 @@ def _compile_inductor(
     kind: Kind = (
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    return compile_parts(gm, example_inputs, options, kind, compile_part, broken)
+    return compile_partitions(gm, example_inputs, options, kind, compile_partition, broken)
 
 
 def _aten(
@@ -130,7 +130,7 @@ def _aten(
             compat.unwrap_mutations(graph)
             if kind == "inference":
                 constants.on_device(graph)
-            return compile_parts(graph, inputs, options, kind, _compile_aten, broken)
+            return compile_partitions(graph, inputs, options, kind, _compile_aten, broken)
 
         return compile_graph
 

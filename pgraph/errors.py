@@ -1,7 +1,7 @@
 """Every exception that pgraph raises, in one place.
 
 A message names the thing, its value and the fix. Failures of a capture never reach the user as
-exceptions (the partition runs plainly, with a `Reason`); what is raised here is a wrong call or a
+exceptions (the partition runs uncaptured, with a `Reason`); what is raised here is a wrong call or a
 broken promise.
 """
 

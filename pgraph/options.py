@@ -27,13 +27,13 @@ class Options:
         OptionError: (from `parse`) an unknown key, a value of the wrong type or out of range.
     """
 
-    # Which driver captures. "auto": "cuda" for CUDA tensors, plain running for CPU tensors.
+    # Which driver captures. "auto": "cuda" for CUDA tensors, running uncaptured for CPU tensors.
     driver: Literal["auto", "cuda", "host"] = "auto"
     # How a partition becomes code: compiled by Inductor, or ATen ops as they are.
     codegen: Literal["inductor", "aten"] = "inductor"
     # Plain runs of a partition, per set of shapes, before it is captured.
     warmup: int = 1
-    # A safe partition with fewer device ops between unsafe ones runs plainly.
+    # A safe partition with fewer device ops between unsafe ones runs uncaptured.
     min_ops: int = 3
     # Captures kept per partition (one per set of shapes and alignments); the least recently used goes.
     max_captures: int = 16

@@ -10,7 +10,7 @@ __all__ = ["Dispatch", "Reason"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Why an op, or a whole partition, runs plainly.
+    """Why an op, or a whole partition, runs uncaptured.
 
     Args:
         code: short stable name, for tables and tests, e.g. ``"dynamic-shape"``.

@@ -269,8 +269,8 @@ def train(
             saved = True
             save_and_spoil(model, optimizer, folder, data)
         total = torch.zeros((), device=device)
-        for part in range(scenario.accumulate):
-            with last_only(model, part == scenario.accumulate - 1):
+        for partition in range(scenario.accumulate):
+            with last_only(model, partition == scenario.accumulate - 1):
                 loss = model(*data.batch()) / scenario.accumulate
                 loss.backward()
             total += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
@@ -284,7 +284,7 @@ def train(
         captures.append(pgraph.report().captures)
     report = pgraph.report()
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in inner.parameters()]
-    outside = sorted({r.code for p in report.parts if not p.facts.safe for r in p.reasons})
+    outside = sorted({r.code for p in report.partitions if not p.facts.safe for r in p.reasons})
     return Outcome(
         losses,
         norms,
@@ -292,7 +292,7 @@ def train(
         len(shaker.seen),
         captures,
         report.launches - launches,
-        report.fallbacks,
+        report.refused,
         (report.rewritten_nodes - rewritten) / max(report.launches - launches, 1),
         outside,
         unsharded_freed(inner),

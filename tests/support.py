@@ -29,7 +29,7 @@ def launching(at_least: int = 1) -> Iterator[None]:
     yield
     after = pgraph.report()
     assert after.launches >= before + at_least, f"only {after.launches - before} launches\n{after}"
-    assert after.fallbacks == 0, str(after)
+    assert after.refused == 0, str(after)
 
 
 def same(got: Any, want: Any, **tolerance: float) -> None:

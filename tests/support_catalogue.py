@@ -43,7 +43,7 @@ def check_program(entry: Entry, device: torch.device) -> Outcome | None:
         assert outcome.launches, text
         return outcome
     assert not outcome.explanation.complete, text
-    reasons = [*outcome.explanation.breaks, *(r for p in outcome.explanation.parts for r in p.reasons)]
+    reasons = [*outcome.explanation.breaks, *(r for p in outcome.explanation.partitions for r in p.reasons)]
     found = [r for r in reasons if r.code == expected]
     assert found, f"no reason {expected!r}\n{text}"
     assert all(r.sentence and r.fix for r in found), text

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import map_aggregate
 
 from pgraph.ops.safety import refusal
-from pgraph.partition.split import Part, scan
+from pgraph.partition.split import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites import constants
 
@@ -54,15 +54,17 @@ class Compiled:
     def run(self, position: int, *args: Any) -> Any:
         return OnCpu(self.graphs[position]).run(*args)
 
-    def parts(self) -> list[list[Part]]:
-        return [parts(gm) for gm in self.graphs]
+    def partitions(self) -> list[list[Partition]]:
+        return [partitions(gm) for gm in self.graphs]
 
     def reasons(self) -> set[str]:
         """Codes of the refusals that are left."""
-        return {reason.code for found in self.parts() for part in found for reason in part.reasons}
+        return {
+            reason.code for found in self.partitions() for partition in found for reason in partition.reasons
+        }
 
 
-def parts(gm: GraphModule) -> list[Part]:
+def partitions(gm: GraphModule) -> list[Partition]:
     """How pgraph would cut the graph."""
     return scan(gm.graph, lambda node: refusal(node, device_type=DEVICE), min_ops=1)
 
@@ -81,7 +83,7 @@ def compiled(
     found = Compiled([], [])
 
     def change(gm: GraphModule) -> None:
-        found.before += [r for part in parts(gm) for r in part.reasons]
+        found.before += [r for partition in partitions(gm) for r in partition.reasons]
         if cured:
             constants.on_device(gm, DEVICE)
 

@@ -61,8 +61,10 @@ class FakeExec(Exec):
         self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
         setter, launch = (libraries.address_of(f) for f in self._keep)
         self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
-        parts = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
-        self._entry = ExecEntry(parts[0], 1, 1, parts[1], len(nodes), parts[2], parts[3], 0)
+        partitions = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
+        self._entry = ExecEntry(
+            partitions[0], 1, 1, partitions[1], len(nodes), partitions[2], partitions[3], 0
+        )
         self.entry = ctypes.addressof(self._entry)
 
     def _launched(self, handle: Any, stream: Any) -> int:
@@ -152,7 +154,7 @@ def failed(code: int, first: bool) -> None:
 
 
 def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
-    """The launcher of a case, and its variant's (tensors, others)."""
+    """The launcher of a case, and its specialization's (tensors, others)."""
     n, n_in = case["nodes"], len(case["inputs"])
     regions = [
         Region(i, "input", SIDE * SIDE * 4, 0, n + 1 if kept else death % (n + 1))
@@ -176,8 +178,8 @@ def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
             if kind == "same":
                 outputs.append(dataclasses.replace(outputs[-1], same=len(outputs) - 1))
             if kind == "part":
-                part = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
-                outputs.append(OutputSpec(region=region.index, layout=part, view_of=len(outputs) - 1))
+                partition = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
+                outputs.append(OutputSpec(region=region.index, layout=partition, view_of=len(outputs) - 1))
     # Every region is named wherever it lives.
     slots = [
         Slot(node, 8 * r.index, r.index, 4 * (node % 3))

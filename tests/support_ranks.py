@@ -72,7 +72,7 @@ class RankTests:
         """Layers share one recording for forward and one for backward, whatever moves."""
         for found in outcomes[name]:
             mine = found["pgraph"]
-            assert mine["fallbacks"] == 0
+            assert mine["refused"] == 0
             assert len(set(mine["captures"])) == 1, mine["captures"]
             if not mine["outside"]:
                 assert mine["captures"][0] == 2

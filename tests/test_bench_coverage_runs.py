@@ -173,23 +173,23 @@ def row(model: str, backend: str = "pgraph", mode: str = "train", **changes: Any
     """A row as `coverage.py` writes it."""
     identity = {"bench": "coverage", "config": model, "mode": mode, "scope": "model", "backend": backend}
     keys = ("ms_p10", "ms_p90", "cpu_issue_ms", "peak_allocated_mb", "capture_s", "compile_s", "params_mb")
-    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "fallbacks", "captures"))
+    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "refused", "captures"))
     timed = {"ms_per_step": 2.0, "peak_reserved_mb": 100.0, "device_used_mb": 600.0, "time_status": "ok"}
     return {**identity, **zero, **timed, "batch": 8, "status": "ok", **changes}
 
 
 def checked_row(model: str, **changes: Any) -> dict[str, Any]:
-    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "fallbacks": 0, "captures": 2}
+    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "refused": 0, "captures": 2}
     return row(model, **{"check_status": "ok", **counted, "uncaptured": {}, "reasons": [], **changes})
 
 
 def example_rows() -> list[dict[str, Any]]:
     reasons = ["[host-read] aten::item reads a value"]
-    part = {"uncaptured_parts": 1, "uncaptured": {"host-read": 1}, "reasons": reasons}
+    partition = {"uncaptured_parts": 1, "uncaptured": {"host-read": 1}, "reasons": reasons}
     return [
         checked_row("hf/a", ms_per_step=1.0),
-        checked_row("hf/b", captured_ops=97, **part),
-        checked_row("hf/c", captured_ops=50, fallbacks=1, **part, time_status=None, ms_per_step=None),
+        checked_row("hf/b", captured_ops=97, **partition),
+        checked_row("hf/c", captured_ops=50, fallbacks=1, **partition, time_status=None, ms_per_step=None),
         checked_row(
             "hf/d", check_status="mismatch: step 2: loss", status="x", time_status=None, ms_per_step=None
         ),

@@ -22,9 +22,9 @@ def test_phases_and_partitions() -> None:
     forward, backward, optimizer, total = (float(cell) for cell in rows["pgraph"])
     assert min(forward, backward, optimizer) > 0
     assert abs(forward + backward + optimizer - total) < 0.05
-    parts = [name for name in rows if re.fullmatch(r"(forward|backward) \d+", name)]
-    assert len(parts) == 2, done.stdout
-    for name in parts:
+    partitions = [name for name in rows if re.fullmatch(r"(forward|backward) \d+", name)]
+    assert len(partitions) == 2, done.stdout
+    for name in partitions:
         launches, call = (float(cell) for cell in rows[name][5:7])
         assert launches == 2, "one partition serves both layers"
         assert call > 0

@@ -25,7 +25,7 @@ def rank(losses: list[float], times: list[float], **changes: Any) -> dict[str, A
         "slots": 80,
         "launches": 10,
         "rewritten_nodes": 100,
-        "fallbacks": 0,
+        "refused": 0,
         "capture_s": 0.5,
         "exec_mb": 1.0,
         "summary": "pgraph: 4 captures",

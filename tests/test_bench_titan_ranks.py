@@ -49,10 +49,10 @@ def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.Monkey
     import pgraph
     from pgraph.runtime.graph_runner import GraphRunner
     from pgraph.runtime.partition_runner import PartitionRunner
-    from pgraph.runtime.uncaptured import PlainPart
+    from pgraph.runtime.uncaptured import UncapturedPartition
 
     monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
-    for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, PlainPart):
+    for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, UncapturedPartition):
         monkeypatch.setattr(kind, "__call__", kind.__call__)  # put back afterwards
     spec = importlib.util.spec_from_file_location("titan_worker", BENCH / "titan" / "worker.py")
     assert spec is not None
@@ -75,7 +75,7 @@ def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.Monkey
         with torch.no_grad():
             compiled(torch.randn(8))
         assert inside.seconds == calls, "two readings of the clock for each call, however many parts it has"
-    assert len(pgraph.report().parts) > 1
+    assert len(pgraph.report().partitions) > 1
 
 
 # Says that it is there, and then waits for ever, as a rank does whose peer has gone; or ends at once.
@@ -170,5 +170,5 @@ def test_the_benchmark_runs_real_torchtitan(tmp_path: Path) -> None:
     assert (reference["status"], mine["status"]) == ("ok", "ok"), done.stdout
     assert mine["losses"] == reference["losses"]
     assert mine["captures_warm"] == mine["captures_end"] == 4
-    assert mine["fallbacks"] == 0
+    assert mine["refused"] == 0
     assert mine["torn_down"]

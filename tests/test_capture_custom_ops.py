@@ -41,7 +41,7 @@ def test_an_op_that_launches_on_another_stream_is_refused() -> None:
         for _ in range(4):
             x = torch.randn(8)
             same(compiled(x), returning(x))
-    (partition,) = pgraph.report().partitions
+    (partition,) = pgraph.report().capturable
     assert partition.launches == 0
     assert partition.reason is not None
     assert partition.reason.code == "not-recorded"
@@ -73,7 +73,7 @@ def test_one_that_records_is_captured() -> None:
     for _ in range(4):
         x = torch.randn(8)
         same(compiled(x), returning(x))
-    assert [p.launches for p in pgraph.report().partitions] == [3]
+    assert [p.launches for p in pgraph.report().capturable] == [3]
 
 
 def test_no_elements_need_no_node() -> None:
@@ -81,7 +81,7 @@ def test_no_elements_need_no_node() -> None:
     with inject(HostFaults(elsewhere=frozenset({"twice"}))):
         for _ in range(3):
             same(compiled(torch.randn(0)), torch.randn(0))
-    assert pgraph.report().fallbacks == 0
+    assert pgraph.report().refused == 0
 
 
 def test_an_op_that_fails_while_captured_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_an_op_that_fails_while_captured_is_named_with_its_line(monkeypatch: pyt
     for _ in range(3):
         x = torch.randn(8)
         same(compiled(x), returning(x))
-    reason = pgraph.report().partitions[0].reason
+    reason = pgraph.report().capturable[0].reason
     assert reason is not None
     assert reason.sentence == (
         "the capture stopped in pgraph_elsewhere::twice: "
@@ -116,7 +116,7 @@ def test_what_the_driver_says_of_the_whole_recording_names_the_custom_ops(
     compiled = host(returning)
     for _ in range(3):
         compiled(torch.randn(8))
-    reason = pgraph.report().partitions[0].reason
+    reason = pgraph.report().capturable[0].reason
     assert reason is not None
     assert reason.sentence == "the driver ended the capture (custom ops here: pgraph_elsewhere::twice)"
     assert __file__ in str(reason.where)
@@ -141,4 +141,4 @@ def test_one_that_writes_into_its_argument_is_captured_as_aten_code() -> None:
         same(compiled(x, mine), fn(x, theirs))
         same(mine, theirs)
     report = pgraph.report()
-    assert (report.captures, report.launches, report.fallbacks) == (1, 3, 0), str(report)
+    assert (report.captures, report.launches, report.refused) == (1, 3, 0), str(report)

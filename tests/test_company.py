@@ -156,8 +156,8 @@ def test_memory_is_freed_when_the_model_dies(reset: bool) -> None:
     assert alive_after(another, reset) == (False, False)
     assert alive_after("pgraph", reset) == (False, False)
     assert len(codes) == 2
-    assert len(registry.live_partitions()) == sum(code() is not None for code in codes)
-    assert (len(registry.live_partitions()) == 0) == reset
+    assert len(registry.live_capturable()) == sum(code() is not None for code in codes)
+    assert (len(registry.live_capturable()) == 0) == reset
 
 
 def test_execs_die_with_a_reset() -> None:
@@ -166,7 +166,7 @@ def test_execs_die_with_a_reset() -> None:
     for _ in range(3):
         train(module, model, torch.randn(3, 8))
     execs = weakref.WeakSet(
-        e for p in registry.live_partitions() for v in p.variants() if v.built for e in v.built.execs
+        e for p in registry.live_capturable() for v in p.specializations() if v.built for e in v.built.execs
     )
     assert len(execs) == 2
     del module, model
@@ -231,7 +231,7 @@ def test_backward_in_another_thread_than_the_forward() -> None:
             model_grads.append([p.grad.clone() for p in model.parameters()])
         same(*model_grads)
     assert errors == []
-    assert [p.launches > 0 for p in pgraph.report().partitions] == [True, True]
+    assert [p.launches > 0 for p in pgraph.report().capturable] == [True, True]
 
 
 def test_inside_somebody_elses_capture_it_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_code_is_chosen_by_the_bit() -> None:
     for _ in range(3):
         same(compiled(a, b), a * b + 1)
         same(compiled(a.conj(), b), a.conj() * b + 1)
-    assert pgraph.report().fallbacks == 0
+    assert pgraph.report().refused == 0
 
 
 @pytest.fixture
@@ -134,4 +134,4 @@ def test_lazy_gradients_reach_every_part_of_a_backward() -> None:
         unmark_unsafe("aten::cos")
     report = pgraph.report()
     assert len(report.outside) == 1, str(report)
-    assert any(part.captures == 2 for part in report.partitions), str(report)
+    assert any(partition.captures == 2 for partition in report.capturable), str(report)

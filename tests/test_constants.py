@@ -30,7 +30,7 @@ def size(name: str) -> tuple[int, int]:
 def check_whole(found: Compiled) -> None:
     """Each graph is one part, safe, and takes and returns nothing of the CPU's."""
     assert found.reasons() == set()
-    assert [len(parts) for parts in found.parts()] == [1] * len(found.graphs)
+    assert [len(partitions) for partitions in found.partitions()] == [1] * len(found.graphs)
     for gm in found.graphs:
         for node in gm.graph.nodes:
             assert getattr(node.meta.get("val"), "device", torch.device("meta")).type == "meta"

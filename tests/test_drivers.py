@@ -43,7 +43,7 @@ def test_cpu_tensors_run_plainly_with_one_notice(caplog: pytest.LogCaptureFixtur
                 same(compiled(x), f(x))
     (notice,) = [r.getMessage() for r in caplog.records if r.name.startswith("pgraph")]
     assert "'driver': 'host'" in notice
-    assert pgraph.report().partitions == ()
+    assert pgraph.report().capturable == ()
 
 
 @no_cuda

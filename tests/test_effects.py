@@ -1,4 +1,4 @@
-"""Ops with ordered side effects run plainly and in order; what surrounds them is launched."""
+"""Ops with ordered side effects run uncaptured and in order; what surrounds them is launched."""
 
 from __future__ import annotations
 

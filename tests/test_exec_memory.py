@@ -50,9 +50,9 @@ def test_the_report_counts_the_execs_that_there_are(alive: weakref.WeakSet[HostE
         train(model, compiled, torch.randn(3, 8))
     assert len(alive) == 2
     assert counted(alive) > 0
-    parts = pgraph.report().partitions
-    assert sum(p.exec_bytes for p in parts) == counted(alive)
-    assert all(f"{p.exec_bytes:,} B of execs" in str(pgraph.report()) for p in parts)
+    partitions = pgraph.report().capturable
+    assert sum(p.exec_bytes for p in partitions) == counted(alive)
+    assert all(f"{p.exec_bytes:,} B of execs" in str(pgraph.report()) for p in partitions)
 
 
 def test_one_exec_per_chunk_serves_all_layers_and_addresses(alive: weakref.WeakSet[HostExec]) -> None:
@@ -64,7 +64,7 @@ def test_one_exec_per_chunk_serves_all_layers_and_addresses(alive: weakref.WeakS
     report = pgraph.report()
     assert report.captures == 2, str(report)
     assert report.launches >= 2 * 4 * 2
-    assert len(alive) == sum(p.chunks for p in report.partitions) > 2, "nothing was cut, so nothing was shown"
+    assert len(alive) == sum(p.chunks for p in report.capturable) > 2, "nothing was cut, so nothing was shown"
 
 
 def test_reset_frees_all(alive: weakref.WeakSet[HostExec]) -> None:
@@ -100,7 +100,7 @@ def test_a_refusal_at_launch_frees(alive: weakref.WeakSet[HostExec]) -> None:
     assert counted(alive) > 0
     with inject(HostFaults(fail_at="launch")):
         compiled(torch.randn(50))
-    assert pgraph.report().fallbacks == 1
+    assert pgraph.report().refused == 1
     assert len(alive) == 0
     assert counted(alive) == 0
 

@@ -48,9 +48,9 @@ def wave(x: Tensor) -> Tensor:
 @pytest.mark.usefixtures("marked")
 def test_parts_states_and_gains() -> None:
     found = explain(wave, torch.randn(4))
-    assert [p.state for p in found.parts] == ["captured", "plain", "captured"]
-    assert [p.device_ops for p in found.parts] == [2, 1, 3]
-    assert [p.kernels for p in found.parts] == [2, None, 3]
+    assert [p.state for p in found.partitions] == ["captured", "plain", "captured"]
+    assert [p.device_ops for p in found.partitions] == [2, 1, 3]
+    assert [p.kernels for p in found.partitions] == [2, None, 3]
     assert found.device_ops == (5, 6)
     assert found.kernels == (5, 6)
     (change,) = found.changes
@@ -64,30 +64,30 @@ def test_parts_states_and_gains() -> None:
 def test_a_part_that_is_too_small() -> None:
     """What it would gain counts with the op that cuts it off."""
     found = explain(wave, torch.randn(4), min_ops=3)
-    assert [p.state for p in found.parts] == ["plain", "captured"]
-    assert [r.code for r in found.parts[0].reasons] == ["marked", "too-small"]
+    assert [p.state for p in found.partitions] == ["plain", "captured"]
+    assert [r.code for r in found.partitions[0].reasons] == ["marked", "too-small"]
     assert [c.ops for c in found.changes] == [3]
 
 
 def test_a_capture_that_is_refused() -> None:
     with inject(HostFaults(fail_at="op", fail_as="lost")):
         found = explain(lambda x: (x * 2).cumsum(0), torch.randn(4))
-    (part,) = found.parts
-    assert part.state == "fallen back"
-    assert [(c.reason.code, c.ops) for c in found.changes] == [(part.reasons[0].code, 2)]
-    assert "fallen back" in text(found)
+    (partition,) = found.partitions
+    assert partition.state == "refused"
+    assert [(c.reason.code, c.ops) for c in found.changes] == [(partition.reasons[0].code, 2)]
+    assert "refused" in text(found)
 
 
 def test_a_graph_without_a_device() -> None:
     found = explain(lambda x: x * 2, torch.randn(4), driver="auto")
-    assert [p.state for p in found.parts] == ["plain"]
+    assert [p.state for p in found.partitions] == ["plain"]
     assert found.changes[0].reason.code == "no-device"
 
 
 def test_a_backward_that_does_not_run() -> None:
     """It is compiled when it is needed; hard mode compiles it at once."""
     found = explain(lambda x: x.sin().sum(), torch.randn(4, requires_grad=True), require_full_capture=True)
-    assert [(p.kind, p.state) for p in found.parts] == [("forward", "captured"), ("backward", "not run")]
+    assert [(p.kind, p.state) for p in found.partitions] == [("forward", "captured"), ("backward", "not run")]
     assert found.complete
 
 
@@ -107,8 +107,8 @@ def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU())
     compiled = host(model, "inductor")
     found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
-    assert [p.state for p in found.parts] == ["plain", "captured", "captured"]
-    assert [r.code for r in found.parts[0].reasons] == ["rng-seeds"]
+    assert [p.state for p in found.partitions] == ["plain", "captured", "captured"]
+    assert [r.code for r in found.partitions[0].reasons] == ["rng-seeds"]
     assert found.changes == ()
     assert found.complete
     assert ("aten::ones_like", 1) in found.uncompiled  # the backward's first gradient
@@ -134,7 +134,7 @@ def test_a_size_that_is_not_listed_is_not_called_captured() -> None:
         capture_sizes=(8,),
     )(torch.ones(16, 4))
     assert not found.complete
-    assert "0 of 1 parts captured" in str(found)
+    assert "0 of 1 partitions captured" in str(found)
 
 
 def test_steps_are_counted_and_checked() -> None:
@@ -165,7 +165,7 @@ def test_one_capture_that_serves_many_layers() -> None:
         return x
 
     found = pgraph.explain(step)(torch.randn(2, 4))
-    assert [(p.calls, p.captures) for p in found.parts] == [(3, 1)]
+    assert [(p.calls, p.captures) for p in found.partitions] == [(3, 1)]
     assert found.device_ops == (6, 6)
     assert "captured x 3" in text(found)
 
@@ -205,7 +205,7 @@ def test_records_die_with_the_code() -> None:
     gc.collect()
     assert gone() is None
     assert found.complete
-    assert registry.live_parts() == []
+    assert registry.live_partitions() == []
 
 
 # -- from a first try to full capture ----------------------------------------------------------------
@@ -376,8 +376,8 @@ def test_only_listed_sizes_are_captured(listed: Any) -> None:
     report = pgraph.report()
     assert report.captures == 2
     assert report.launches == 4
-    (partition,) = registry.live_partitions()
-    assert len(partition.variants()) == 2
+    (partition,) = registry.live_capturable()
+    assert len(partition.specializations()) == 2
 
 
 def test_listed_sizes_hold_in_the_backward() -> None:
@@ -386,7 +386,7 @@ def test_listed_sizes_hold_in_the_backward() -> None:
         x = torch.randn(n, 3, requires_grad=True)
         compiled(x).sum().backward()
         same(x.grad, torch.arange(n, 0, -1.0)[:, None].expand(n, 3).contiguous())
-    assert [(p.captures, p.launches) for p in pgraph.report().partitions] == [(1, 2), (1, 2)]
+    assert [(p.captures, p.launches) for p in pgraph.report().capturable] == [(1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("wrong", [5, [1.5], ["2"], [True], [-1]])
@@ -418,7 +418,7 @@ def test_a_fall_back_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with inject(HostFaults(fail_at="end", fail_as="lost")):
         call(compiled, *[2, 3, 4] * 3)
     (told,) = warnings(caplog)
-    assert "runs plainly" in told
+    assert "runs uncaptured" in told
     assert "Fix: " in told
 
 

@@ -110,13 +110,13 @@ def check(explanation: pgraph.Explanation) -> None:
     data = explanation.to_dict()
     assert json.loads(explanation.to_json()) == data
     page = explanation.to_html()
-    assert page.count('class="bar"') == len(explanation.parts)
-    for part in explanation.parts:
-        assert f"{part.name}: {part.state}" in page
+    assert page.count('class="bar"') == len(explanation.partitions)
+    for partition in explanation.partitions:
+        assert f"{partition.name}: {partition.state}" in page
     assert "<script" not in page
     assert "http" not in page
     assert data["device_ops"]["all"] == sum(p["device_ops"] * p["calls"] for p in data["parts"])
-    assert all(p.seconds is not None and p.seconds > 0 for p in explanation.parts if p.calls)
+    assert all(p.seconds is not None and p.seconds > 0 for p in explanation.partitions if p.calls)
 
 
 def test_language_model_with_a_masked_loss() -> None:
@@ -126,7 +126,7 @@ def test_language_model_with_a_masked_loss() -> None:
     assert_expected_inline(
         text(found),
         """\
-pgraph: 4 of 4 parts captured, 1 graph break
+pgraph: 4 of 4 partitions captured, 1 graph break
 captured: device ops 45 of 45 (100 %), kernels 45 of 45 (100 %)
 memory of the recordings: 1,560 B of execs
 not compiled: 18 ops: aten::add_ x 13, aten::index x 2, aten::ones_like, aten::new_zeros, and 1 kind more
@@ -138,25 +138,25 @@ What to change first:
      fix: use torch.where, masked_fill, or integer indices
 
 forward 0
-  part 0: captured, 13 device ops
+  partition 0: captured, 13 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 4 kinds more
     1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 416 B of execs
     plan: 1 chunk, 17 blocks, peak 62,976 B, eager 61,952 B
 
 forward 1
-  part 0: captured, 2 device ops
+  partition 0: captured, 2 device ops
     ops: aten::_log_softmax, aten::nll_loss_forward
     1 capture: 2 kernels; slots 2 input, 4 output, 0 temp; 72 B of execs
     plan: 1 chunk, 3 blocks, peak 2,560 B, eager 2,048 B
 
 backward 2
-  part 0: captured, 2 device ops
+  partition 0: captured, 2 device ops
     ops: aten::nll_loss_backward, aten::_log_softmax_backward_data
     1 capture: 2 kernels; slots 5 input, 1 output, 2 temp; 88 B of execs
     plan: 1 chunk, 2 blocks, peak 3,072 B, eager 2,560 B
 
 backward 3
-  part 0: captured, 28 device ops
+  partition 0: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
     plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
@@ -170,12 +170,12 @@ def test_language_model_with_a_masked_loss_in_one_graph() -> None:
         found = pgraph.explain(training_step(masked_loss, LanguageModel()))(*batch())
     check(found)
     if torch.__version__ < "2.13":  # two comparisons fewer in the backward
-        assert "2 of 4 parts captured\ncaptured: device ops 41 of 58 (71 %)" in text(found)
+        assert "2 of 4 partitions captured\ncaptured: device ops 41 of 58 (71 %)" in text(found)
         return
     assert_expected_inline(
         text(found),
         """\
-pgraph: 2 of 4 parts captured
+pgraph: 2 of 4 partitions captured
 captured: device ops 41 of 60 (68 %), kernels 41 of 60 (68 %)
 memory of the recordings: 1,400 B of execs
 not compiled: 14 ops: aten::add_ x 13, aten::ones_like
@@ -187,23 +187,23 @@ What to change first:
      fix: use torch.where, masked_fill, or integer indices
 
 forward 0
-  part 0: captured, 13 device ops
+  partition 0: captured, 13 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 4 kinds more
     1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 416 B of execs
     plan: 1 chunk, 17 blocks, peak 62,976 B, eager 61,440 B
-  part 1: plain, 10 device ops
+  partition 1: plain, 10 device ops
     ops: aten::index x 2, aten::_assert_scalar x 2, aten::sym_size, ge, and 4 kinds more
     [bool-index] aten::index is indexed by the mask ge (bool[2, 5] on cpu), which hides a nonzero
     at test_explain_models.py: return F.cross_entropy(logits[counts], targets[counts])
     fix: use torch.where, masked_fill, or integer indices
 
 backward 1
-  part 0: plain, 9 device ops
+  partition 0: plain, 9 device ops
     ops: aten::_assert_scalar x 2, ge, le, aten::nll_loss_backward, and 4 kinds more
     [bool-index] aten::index is indexed by the mask ge (bool[2, 5] on cpu), which hides a nonzero
     at test_explain_models.py: return F.cross_entropy(logits[counts], targets[counts])
     fix: use torch.where, masked_fill, or integer indices
-  part 1: captured, 28 device ops
+  partition 1: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
     plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
@@ -225,13 +225,13 @@ memory of the recordings: 1,536 B of execs
 not compiled: 14 ops: aten::add_ x 13, aten::ones_like
 
 forward 0
-  part 0: captured, 14 device ops
+  partition 0: captured, 14 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 5 kinds more
     1 capture: 14 kernels; slots 16 input, 31 output, 6 temp; 464 B of execs
     plan: 1 chunk, 18 blocks, peak 63,488 B, eager 61,952 B
 
 backward 1
-  part 0: captured, 30 device ops
+  partition 0: captured, 30 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 7 kinds more
     1 capture: 30 kernels; slots 32 input, 13 output, 57 temp; 1,072 B of execs
     plan: 1 chunk, 16 blocks, peak 104,960 B, eager 60,416 B
@@ -249,7 +249,7 @@ def test_experts_that_take_their_tokens(traced: bool) -> None:
         assert_expected_inline(
             text(found),
             """\
-pgraph: 2 of 4 parts captured
+pgraph: 2 of 4 partitions captured
 captured: device ops 6 of 30 (20 %), kernels 6 of 30 (20 %)
 memory of the recordings: 144 B of execs
 
@@ -260,20 +260,20 @@ What to change first:
      fix: use torch.where(mask, a, b), or torch.nonzero_static with a size
 
 inference 0
-  part 0: captured, 5 device ops
+  partition 0: captured, 5 device ops
     ops: aten::addmm, aten::_softmax, aten::topk, aten::zeros_like, and 1 kind more
     1 capture: 5 kernels; slots 3 input, 5 output, 4 temp; 120 B of execs
     plan: 1 chunk, 4 blocks, peak 3,584 B, eager 3,072 B
-  part 1: plain, 12 device ops
+  partition 1: plain, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
     [dynamic-shape] aten::nonzero has a result whose shape depends on data
     at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)
     fix: use torch.where(mask, a, b), or torch.nonzero_static with a size
-  part 2: captured, 1 device op
+  partition 2: captured, 1 device op
     ops: aten::eq
     1 capture: 1 kernel; slots 1 input, 1 output, 0 temp; 24 B of execs
     plan: 1 chunk, 1 block, peak 1,024 B, eager 1,024 B
-  part 3: plain, 12 device ops
+  partition 3: plain, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
     [dynamic-shape] aten::nonzero has a result whose shape depends on data
     at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)
@@ -310,7 +310,7 @@ captured: device ops 16 of 16 (100 %), kernels 16 of 16 (100 %)
 memory of the recordings: 400 B of execs
 
 inference 0
-  part 0: captured, 16 device ops
+  partition 0: captured, 16 device ops
     ops: aten::addmm x 3, aten::eq x 2, aten::scalar_tensor x 2, aten::where x 2, and 5 kinds more
     1 capture: 16 kernels; slots 9 input, 1 output, 34 temp; 400 B of execs
     plan: 1 chunk, 6 blocks, peak 6,656 B, eager 6,656 B
@@ -324,7 +324,7 @@ def test_a_number_read_in_the_middle() -> None:
     assert_expected_inline(
         text(found),
         """\
-pgraph: 2 of 2 parts captured, 1 graph break
+pgraph: 2 of 2 partitions captured, 1 graph break
 captured: device ops 7 of 7 (100 %), kernels 7 of 7 (100 %)
 memory of the recordings: 144 B of execs
 
@@ -335,13 +335,13 @@ What to change first:
      fix: keep the value in a tensor: x * s instead of x * s.item(), torch.where instead of if
 
 inference 0
-  part 0: captured, 4 device ops
+  partition 0: captured, 4 device ops
     ops: aten::mul, aten::cumsum, aten::abs, aten::max
     1 capture: 4 kernels; slots 1 input, 3 output, 4 temp; 80 B of execs
     plan: 1 chunk, 3 blocks, peak 2,048 B, eager 1,536 B
 
 inference 1
-  part 0: captured, 3 device ops
+  partition 0: captured, 3 device ops
     ops: aten::div, aten::cumsum, aten::add
     1 capture: 3 kernels; slots 1 input, 1 output, 4 temp; 64 B of execs
     plan: 1 chunk, 2 blocks, peak 1,536 B, eager 1,024 B
@@ -356,7 +356,7 @@ def test_embedding_convolution_and_lstm() -> None:
     assert_expected_inline(
         text(found),
         """\
-pgraph: 2 of 2 parts captured, 1 graph break
+pgraph: 2 of 2 partitions captured, 1 graph break
 captured: device ops 6 of 6 (100 %), kernels 6 of 6 (100 %)
 memory of the recordings: 280 B of execs
 not compiled: 22 ops: aten::add_ x 9, aten::zeros x 2, aten::sum x 2, aten::reshape x 2, and 6 kinds more
@@ -368,13 +368,13 @@ What to change first:
      fix: write the cell with plain ops, e.g. torch.nn.LSTMCell in a loop
 
 forward 0
-  part 0: captured, 3 device ops
+  partition 0: captured, 3 device ops
     ops: aten::embedding, aten::convolution, aten::relu
     1 capture: 3 kernels; slots 4 input, 3 output, 2 temp; 112 B of execs
     plan: 1 chunk, 3 blocks, peak 3,584 B, eager 3,584 B
 
 backward 1
-  part 0: captured, 3 device ops
+  partition 0: captured, 3 device ops
     ops: aten::threshold_backward, aten::convolution_backward, aten::embedding_dense_backward
     1 capture: 3 kernels; slots 5 input, 3 output, 4 temp; 168 B of execs
     plan: 1 chunk, 4 blocks, peak 4,608 B, eager 3,584 B

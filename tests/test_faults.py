@@ -25,7 +25,7 @@ LAUNCH_STEPS = ("set_params", "launch")
 # What becomes of a failure:
 # * retried: a failure of the device, or no memory, which may pass: warmed up again, three tries in all;
 # * final: the capture was lost, which an op did, or a graph could not be launched;
-# * once: no memory for a launch: this call runs plainly, the next is launched.
+# * once: no memory for a launch: this call runs uncaptured, the next is launched.
 CASES = [
     *((step, kind, "retried") for step in CAPTURE_STEPS for kind in ("device", "memory")),
     *((step, "lost", "final") for step in (*FIRST, *SECOND)),
@@ -84,17 +84,17 @@ def test_results_stay_right(step: Any, kind: Any, then: str, caplog: pytest.LogC
     for _ in range(2):
         call(compiled)
     report = pgraph.report()
-    (partition,) = report.partitions
+    (partition,) = report.capturable
     told = warnings_in(caplog)
     if passes:
         assert partition.reason is None
         plain = 1 + tries
-        assert (report.fallbacks, partition.plain_runs, partition.launches) == (0, plain, 7 - plain)
+        assert (report.refused, partition.uncaptured_runs, partition.launches) == (0, plain, 7 - plain)
         assert [("no memory for a launch" in text, step in text) for text in told] == (
             [(True, True)] if then == "once" else []
         )
     else:
-        assert (report.fallbacks, partition.plain_runs, partition.launches) == (1, 7, 0)
+        assert (report.refused, partition.uncaptured_runs, partition.launches) == (1, 7, 0)
         assert partition.reason.code == code_of(step, kind)
         assert f"injected failure at step '{step}'" in str(partition.reason)
         assert partition.reason.fix
@@ -118,7 +118,7 @@ def test_training_goes_on(step: Any, kind: Any, then: str) -> None:
         for _ in range(4):
             x = torch.randn(3, 8)
             same(train(model, compiled, x), train(model, model, x))
-    assert pgraph.report().fallbacks == (0 if then == "once" else 2)
+    assert pgraph.report().refused == (0 if then == "once" else 2)
     assert torch.is_grad_enabled()
     other = MLP()  # another partition is not affected
     compiled = host(lambda x: other(x) * 2)
@@ -165,8 +165,8 @@ def test_failures_off_the_driver(step: str, error: type[Exception], monkeypatch:
         for _ in range(5):
             call(compiled)
     call(compiled)
-    (partition,) = pgraph.report().partitions
-    assert (partition.captures, partition.plain_runs) == (0, 6)
+    (partition,) = pgraph.report().capturable
+    assert (partition.captures, partition.uncaptured_runs) == (0, 6)
     assert partition.reason.code == ("device-failed" if error is MemoryError else "internal-error")
     assert "injected" in partition.reason.sentence
     pgraph.reset()
@@ -181,7 +181,7 @@ def test_a_failing_warm_up_is_the_users_own() -> None:
     x = torch.randn(6)
     call(compiled)
     pgraph.reset()
-    (partition_runner,) = pgraph.runtime.registry.live_partitions()
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
     plain = partition_runner._plain
 
     def fails(args: list[Any]) -> Any:
@@ -224,7 +224,7 @@ def test_what_an_op_raises_decides(error: Exception, code: str, monkeypatch: pyt
     compiled = host(mutating, min_ops=9)  # too few ops to split
     for _ in range(6):
         call(compiled)
-    (partition,) = pgraph.report().partitions
+    (partition,) = pgraph.report().capturable
     assert partition.reason.code == code
     assert len(tries) == (3 if code == "device-failed" else 1)
     assert str(error) in str(partition.reason)
@@ -240,7 +240,7 @@ def test_failures_of_many_shapes_end_too() -> None:
                 x = torch.randn(n, 3)
                 same(compiled(x), (x * 2).cumsum(0))
     assert HostFaults().fail_count - faulty.fail_count <= 2 * 9 + 9
-    assert {p.reason.code for p in pgraph.report().partitions} == {"device-failed"}
+    assert {p.reason.code for p in pgraph.report().capturable} == {"device-failed"}
 
 
 def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
@@ -248,9 +248,9 @@ def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
     compiled = host(lambda x: ((x * 2).cumsum(0), x + 1))
     for _ in range(2):
         compiled(torch.randn(6))
-    (partition_runner,) = pgraph.runtime.registry.live_partitions()
-    (variant,) = partition_runner.variants()
-    launcher, plain, made, alive = variant.launcher, partition_runner._plain, [], []
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
+    (specialization,) = partition_runner.specializations()
+    launcher, plain, made, alive = specialization.launcher, partition_runner._plain, [], []
     empty = launcher._empty
 
     def allocate(*layout: Any) -> Tensor:
@@ -279,24 +279,24 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
     compiled = host(mutating)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.registry.live_partitions()
-    (variant,) = partition_runner.variants()
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
+    (specialization,) = partition_runner.specializations()
 
     def fails(args: list[Any]) -> Any:
         if ran:
             args[:] = [None] * len(args)
         raise torch.OutOfMemoryError("injected in C")
 
-    variant.call = fails
-    plain = pgraph.report().partitions[0].plain_runs
+    specialization.call = fails
+    plain = pgraph.report().capturable[0].uncaptured_runs
     if ran:
         with pytest.raises(torch.OutOfMemoryError, match="in C"):
             compiled(torch.randn(6), torch.randn(6))
     else:
         call(compiled)
-    assert pgraph.report().partitions[0].plain_runs == plain + (not ran)
-    assert pgraph.report().fallbacks == 0
-    variant.call = None
+    assert pgraph.report().capturable[0].uncaptured_runs == plain + (not ran)
+    assert pgraph.report().refused == 0
+    specialization.call = None
     with launching(1):
         call(compiled)
 
@@ -306,20 +306,20 @@ def test_no_memory_between_chunks_is_the_users_own() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.registry.live_partitions()
-    (variant,) = partition_runner.variants()
-    steps = variant.launcher.steps
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
+    (specialization,) = partition_runner.specializations()
+    steps = specialization.launcher.steps
 
     def fails(bases: list[int], stream: int) -> int:
         raise torch.OutOfMemoryError("injected between chunks")
 
-    variant.launcher.steps = (*steps, ((), fails, (), ()))
+    specialization.launcher.steps = (*steps, ((), fails, (), ()))
     x, y = torch.randn(6), torch.randn(6)
     want = x + y
     with pytest.raises(torch.OutOfMemoryError, match="between chunks"):
         compiled(x, y)
     same(y, want)
-    variant.launcher.steps = steps
+    specialization.launcher.steps = steps
     with launching(1):
         call(compiled)
 
@@ -329,15 +329,15 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     compiled = host(mutating, memory_slack_mb=0)
     for _ in range(2):
         call(compiled)
-    (partition_runner,) = pgraph.runtime.registry.live_partitions()
-    (variant,) = partition_runner.variants()
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
+    (specialization,) = partition_runner.specializations()
     calls = []
 
     def fails(bases: list[int], stream: int) -> int:
         calls.append(1)
         raise DriverError("injected failure between chunks")
 
-    variant.launcher.steps = (*variant.launcher.steps, ((), fails, (), ()))  # one more chunk
+    specialization.launcher.steps = (*specialization.launcher.steps, ((), fails, (), ()))  # one more chunk
     x, y = torch.randn(6), torch.randn(6)
     want_x, want_y = x.clone(), x + y
     with pytest.raises(DriverError, match="between chunks"):
@@ -348,11 +348,11 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     for _ in range(2):
         call(compiled)
     assert len(calls) == 1, "what failed once is not launched again"
-    (partition,) = pgraph.report().partitions
+    (partition,) = pgraph.report().capturable
     assert partition.reason.code == "launch-failed"
     assert "between chunks" in str(partition.reason)
-    assert variant.launcher is None
-    assert variant.built is None
+    assert specialization.launcher is None
+    assert specialization.built is None
 
 
 def test_a_refused_shape_leaves_the_captured_ones() -> None:
@@ -368,7 +368,7 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
     with inject(HostFaults(fail_at="end", fail_as="lost")):
         run(6)
         run(6)
-    assert pgraph.report().fallbacks == 1
+    assert pgraph.report().refused == 1
     for n in (4, 5, 6):
         before = pgraph.report().launches
         run(n)
@@ -398,7 +398,7 @@ def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture)
         assert launches(20) == [0, 0, 0], "three shapes were refused"
         for n in (14, 15, 16):
             assert launches(n) == [1, 1, 1]
-    assert sum("runs plainly" in told for told in warnings_in(caplog)) == 1
+    assert sum("runs uncaptured" in told for told in warnings_in(caplog)) == 1
     pgraph.reset()
     assert launches(20) == [0, 1, 1]
 

@@ -72,7 +72,10 @@ def right(fn: Callable[..., Tensor], faults: HostFaults, compiled: Any = None) -
 
 def templates() -> list[Template]:
     return [
-        v.built.template for p in pgraph.runtime.registry.live_partitions() for v in p.variants() if v.built
+        v.built.template
+        for p in pgraph.runtime.registry.live_capturable()
+        for v in p.specializations()
+        if v.built
     ]
 
 
@@ -291,7 +294,7 @@ def test_hazard_10_a_less_aligned_address(cured: bool, monkeypatch: pytest.Monke
     """It never meets a template that was captured with better aligned ones."""
     if not cured:
         careless = lambda self, args: [args[position].data_ptr() for position, *_ in self.tensors]  # noqa: E731
-        monkeypatch.setattr(partition_runner.Variant, "addresses", careless)
+        monkeypatch.setattr(partition_runner.Specialization, "addresses", careless)
     compiled = host(products)
     for _ in range(2):
         compiled(*matrices())
@@ -300,10 +303,13 @@ def test_hazard_10_a_less_aligned_address(cured: bool, monkeypatch: pytest.Monke
 
     def watch(self: Any, inputs: list[Tensor], addresses: list[int]) -> Any:
         assert addresses == [x.data_ptr() for x in inputs]
-        (variant,) = [
-            v for p in pgraph.runtime.registry.live_partitions() for v in p.variants() if v.launcher is self
+        (specialization,) = [
+            v
+            for p in pgraph.runtime.registry.live_capturable()
+            for v in p.specializations()
+            if v.launcher is self
         ]
-        launched.extend(a & mask for a, (*_, mask) in zip(addresses, variant.tensors, strict=True))
+        launched.extend(a & mask for a, (*_, mask) in zip(addresses, specialization.tensors, strict=True))
         return real(self, inputs, addresses)
 
     monkeypatch.setattr(partition_runner.Launcher, "__call__", watch)

@@ -101,9 +101,9 @@ def run(faults: HostFaults, after: Callable[[], None] = lambda: None) -> None:
 
 def words_of_products() -> list[tuple[int, int]]:
     """Per product, as the last launch set them: the addresses of its scratch and of the absent operand."""
-    (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
+    (specialization,) = pgraph.runtime.registry.live_capturable()[0].specializations()
     found, scratch = [], 0
-    for exec_ in variant.built.execs:
+    for exec_ in specialization.built.execs:
         for node, params in zip(exec_._nodes, exec_._params, strict=True):
             if node.name == "scratch":
                 (scratch,) = struct.unpack_from("=Q", params)
@@ -162,8 +162,8 @@ def test_it_leads_into_the_neighbour_of_one_capture(monkeypatch: pytest.MonkeyPa
 def test_pointers_that_count_from_far_off(back: int) -> None:
     """These are used: the kernel adds the rest, and what it reads there are its operands."""
     run(HostFaults(origin={"mm": back, "mul": -back}))
-    (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
-    assert f"=r0{-back:+d}" in variant.built.template.render()
+    (specialization,) = pgraph.runtime.registry.live_capturable()[0].specializations()
+    assert f"=r0{-back:+d}" in specialization.built.template.render()
 
 
 @pytest.mark.parametrize("sabotage", [one_layout, inside_only])

@@ -35,9 +35,9 @@ def right(fn: Callable[..., Any], aside: Sequence[str], **options: Any) -> Templ
             for _ in range(3):
                 given = inputs()
                 same(compiled(*given), fn(*given), rtol=1e-5, atol=1e-5)
-    (variant,) = pgraph.runtime.registry.live_partitions()[-1].variants()
-    assert variant.built is not None
-    return variant.built.template
+    (specialization,) = pgraph.runtime.registry.live_capturable()[-1].specializations()
+    assert specialization.built is not None
+    return specialization.built.template
 
 
 def late_reader(x: Tensor, y: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_other_forks_in_the_second_capture_are_refused(monkeypatch: pytest.Monke
         for _ in range(4):
             given = torch.randn(N, N), torch.randn(N, N)
             same(compiled(*given), late_reader(*given), rtol=1e-5, atol=1e-5)
-    (partition,) = pgraph.report().partitions
+    (partition,) = pgraph.report().capturable
     assert partition.reason is not None
     assert partition.reason.code == "nodes-differ"
     assert "wait for one another in different ways" in partition.reason.sentence

@@ -56,7 +56,7 @@ def run(faults: HostFaults, calls: int = 4, fn: Callable[[Tensor, Tensor], Tenso
 
 
 def refused(code: str) -> None:
-    (partition,) = pgraph.report().partitions
+    (partition,) = pgraph.report().capturable
     assert partition.reason is not None
     assert partition.reason.code == code
     assert partition.launches == 0
@@ -92,8 +92,8 @@ def test_stale_words_get_no_address(cured: bool, monkeypatch: pytest.MonkeyPatch
     def check() -> None:
         with launching(3):
             run(HostFaults(stale=True, scratch=frozenset({"mm"})))
-        (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
-        template = variant.built.template
+        (specialization,) = pgraph.runtime.registry.live_capturable()[0].specializations()
+        template = specialization.built.template
         for slot in template.slots:
             region = template.regions[slot.region]
             assert region.birth <= slot.node < region.death
@@ -122,8 +122,8 @@ def test_pointer_looking_constants(cured: bool, monkeypatch: pytest.MonkeyPatch)
     def check() -> None:
         with launching(1):
             run(HostFaults(pointer_constant=0x7FFF_DEAD_BEE0), calls=3)
-        (variant,) = pgraph.runtime.registry.live_partitions()[0].variants()
-        (exec_,) = variant.built.execs
+        (specialization,) = pgraph.runtime.registry.live_capturable()[0].specializations()
+        (exec_,) = specialization.built.execs
         tails = {
             bytes(p[-8:]) for n, p in zip(exec_._nodes, exec_._params, strict=True) if n.kind == "kernel"
         }

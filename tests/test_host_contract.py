@@ -197,7 +197,7 @@ def test_as_strided_counts_from_the_storage() -> None:
         x = base[4 : 8 + 4 * (call % 2)][-4:]  # begins at 4 and at 8 in turn
         same(compiled(x), base[:4] + 1)
     report = pgraph.report()
-    assert (report.captures, report.launches, report.fallbacks) == (2, 4, 0), str(report)
+    assert (report.captures, report.launches, report.refused) == (2, 4, 0), str(report)
 
 
 def test_ops_that_count_from_the_storages_start() -> None:
@@ -247,7 +247,7 @@ def test_one_graph_for_many_shapes() -> None:
     compiled = host(fn, dynamic=True)
     for n in (2, 3, 7, 3, 2):
         agree(fn, compiled, lambda n=n: (torch.randn(n, 5),), calls=2)
-    assert len(pgraph.report().partitions) == 1
+    assert len(pgraph.report().capturable) == 1
     assert pgraph.report().captures == 3
 
 
@@ -261,7 +261,11 @@ def test_captures_are_bounded_least_recently_used_first() -> None:
         for _ in range(3):
             x = torch.randn(n, 5)
             same(compiled(x), fn(x))
-        kept = [v for v in pgraph.runtime.registry.live_partitions()[0].variants() if v.launcher is not None]
+        kept = [
+            v
+            for v in pgraph.runtime.registry.live_capturable()[0].specializations()
+            if v.launcher is not None
+        ]
         assert len(kept) <= 2
         return pgraph.report().captures
 
@@ -278,8 +282,8 @@ def test_one_capture_at_a_time() -> None:
     for n in (2, 3, 4, 4, 5, 6, 7, 7, 4):
         x = torch.randn(n, 5)
         same(compiled(x), fn(x))
-        for partition in pgraph.runtime.registry.live_partitions():
-            assert sum(v.launcher is not None for v in partition.variants()) <= 1
+        for partition in pgraph.runtime.registry.live_capturable():
+            assert sum(v.launcher is not None for v in partition.specializations()) <= 1
     assert pgraph.report().captures == 2
 
 
@@ -305,7 +309,7 @@ def test_a_marked_op_in_the_middle() -> None:
     (outside,) = pgraph.report().outside
     assert [r.code for r in outside[1]] == ["marked"]
     assert outside[1][0].where
-    assert len(pgraph.report().partitions) == 2
+    assert len(pgraph.report().capturable) == 2
 
 
 def test_a_marked_op_that_is_taken_apart(inductor_cache: pathlib.Path) -> None:

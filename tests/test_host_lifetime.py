@@ -55,7 +55,7 @@ def test_nothing_is_kept_after_a_launch(codegen: str, inductor_cache: pathlib.Pa
 
 
 def test_nothing_is_kept_after_a_capture() -> None:
-    """The call that was captured and the one that ran plainly leave nothing either."""
+    """The call that was captured and the one that ran uncaptured leave nothing either."""
     compiled = host(chain)
     for expected in (0, 1, 1):
         x = torch.randn(50)
@@ -141,21 +141,21 @@ def test_warm_up_runs_come_before_the_capture(warmup: int) -> None:
 def test_reset_frees_and_captures_anew() -> None:
     """Compiled code stays usable after `pgraph.reset()`."""
     compiled = warm(host(chain), torch.randn(50))
-    runner = pgraph.runtime.registry.live_partitions()[0]
-    (variant,) = runner.variants()
-    execs = [weakref.ref(e) for e in variant.built.execs]
+    runner = pgraph.runtime.registry.live_capturable()[0]
+    (specialization,) = runner.specializations()
+    execs = [weakref.ref(e) for e in specialization.built.execs]
     assert execs
-    del variant
+    del specialization
     pgraph.reset()
-    assert runner.variants() == []
+    assert runner.specializations() == []
     assert all(e() is None for e in execs)
     x = torch.randn(50)
-    plain = pgraph.report().partitions[0].plain_runs
+    plain = pgraph.report().capturable[0].uncaptured_runs
     same(compiled(x), chain(x))
-    assert pgraph.report().partitions[0].plain_runs == plain + 1, "it warms up again"
+    assert pgraph.report().capturable[0].uncaptured_runs == plain + 1, "it warms up again"
     with launching():
         same(compiled(x), chain(x))
-    assert len(runner.variants()) == 1
+    assert len(runner.specializations()) == 1
 
 
 def test_reset_forgives_a_refusal() -> None:
@@ -165,7 +165,7 @@ def test_reset_forgives_a_refusal() -> None:
     compiled = host(chain)
     with inject(HostFaults(fail_at="end", fail_as="lost")):
         warm(compiled, torch.randn(50))
-    assert pgraph.report().fallbacks == 1
+    assert pgraph.report().refused == 1
     pgraph.reset()
     with launching():
         warm(compiled, torch.randn(50))
@@ -173,12 +173,12 @@ def test_reset_forgives_a_refusal() -> None:
 
 def test_dynamo_reset_frees_too() -> None:
     compiled = warm(host(chain), torch.randn(50))
-    (runner,) = pgraph.runtime.registry.live_partitions()
+    (runner,) = pgraph.runtime.registry.live_capturable()
     torch._dynamo.reset()
-    assert runner.variants() == []
+    assert runner.specializations() == []
     del runner
     gc.collect()
-    assert pgraph.report().partitions == ()
+    assert pgraph.report().capturable == ()
     with launching():
         warm(compiled, torch.randn(50))
 
@@ -192,7 +192,7 @@ def test_a_runner_dies_with_its_code() -> None:
     assert pgraph.report().launches == 2
     del compiled
     gc.collect()
-    assert pgraph.report().partitions == ()
+    assert pgraph.report().capturable == ()
 
 
 def test_a_copied_module_has_its_own_parameters() -> None:

@@ -209,9 +209,9 @@ def test_one_capture_serves_every_layer() -> None:
         for _ in range(3):
             x = torch.randn(2, 5, 32)
             same(train(layers, forward, x), train(layers, lambda x: run(list(layers), x), x))
-    names = [p.name.split()[0] for p in pgraph.report().partitions]
+    names = [p.name.split()[0] for p in pgraph.report().capturable]
     assert sorted(names) == ["backward", "forward"]
-    assert [p.captures for p in pgraph.report().partitions] == [1, 1]
+    assert [p.captures for p in pgraph.report().capturable] == [1, 1]
 
 
 def test_the_whole_model_as_one_graph() -> None:
@@ -241,7 +241,7 @@ def test_parts_of_a_graph_that_takes_nothing() -> None:
 
 
 def test_normalisation_in_two_types() -> None:
-    """Its statistics come out in a type that no shape rule foretells: such a part runs plainly."""
+    """Its statistics come out in a type that no shape rule foretells: such a part runs uncaptured."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.aten.native_layer_norm((x + 1).sin(), [16], w, w, 1e-5)

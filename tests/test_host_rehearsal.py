@@ -77,7 +77,7 @@ def test_strides_are_the_kernels(library: Library) -> None:
 def test_a_kernel_that_breaks_its_rule_is_not_captured(
     library: Library, returns: str, rule: Any, kernel: Any, said: str
 ) -> None:
-    """It runs plainly, as without pgraph, with a reason: a launch would have filled what the rule says."""
+    """It runs uncaptured, as without pgraph, with a reason: a launch would have filled what the rule says."""
     op = define(library, returns, rule, kernel)
 
     def fn(x: Tensor) -> Any:

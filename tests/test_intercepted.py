@@ -52,7 +52,7 @@ def test_a_mode_sees_real_tensors_and_every_op_once(since: int) -> None:
 
 
 def test_gradients_in_batches() -> None:
-    """vmap's tensors lie nowhere: such a backward runs plainly."""
+    """vmap's tensors lie nowhere: such a backward runs uncaptured."""
 
     def fn(x: Tensor) -> Tensor:
         return (x * x).sin().cumsum(0)

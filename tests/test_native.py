@@ -318,7 +318,7 @@ def test_a_compiler_may_be_a_command_with_arguments(
 
 
 def test_two_processes_may_build_at_once(library: Any, tmp_path: pathlib.Path) -> None:
-    code = "from pgraph import native; assert libraries.load() is not None"
+    code = "from pgraph.native import libraries; assert libraries.load() is not None"
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [p.wait(timeout=120) for p in both] == [0, 0]

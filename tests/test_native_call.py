@@ -369,10 +369,10 @@ def test_results_that_are_one_tensor_stay_one(native_path: bool) -> None:
     assert call is not None
     done = call(args) if native_path else launcher(args[1:], [args[1].data_ptr()])
     assert done is not None
-    *_, first, again, whole, part = done[0]
+    *_, first, again, whole, partition = done[0]
     assert first is again
     assert first.untyped_storage().nbytes() > 0
-    assert part.shape == (4, 1)
-    assert part.data_ptr() == whole.data_ptr() + 8
+    assert partition.shape == (4, 1)
+    assert partition.data_ptr() == whole.data_ptr() + 8
     whole.add_(1)
-    assert part._version == whole._version == 1
+    assert partition._version == whole._version == 1

@@ -15,7 +15,7 @@ from pgraph.errors import DriverError, LaunchError, LaunchMemoryError, MatchErro
 from pgraph.launch.native import native_call
 from pgraph.native import libraries
 from pgraph.runtime.failures import before_all
-from pgraph.runtime.specialization import Variant
+from pgraph.runtime.specialization import Specialization
 from pgraph.template.match import match
 from pgraph.template.recording import Allocation, NodeRecord, Recording
 from pgraph.template.template import Slot
@@ -48,13 +48,13 @@ def test_a_variant_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, 
     """Each dimension's, the last one's too."""
     _, (tensors, others) = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})
     x = torch.randn(4 * SIDE * SIDE).as_strided(size, stride)
-    assert Variant(tensors, others).addresses([42, x]) == ([x.data_ptr()] if right else None)
+    assert Specialization(tensors, others).addresses([42, x]) == ([x.data_ptr()] if right else None)
 
 
 @pytest.mark.usefixtures("native_path")
 @pytest.mark.parametrize(("size", "stride", "right"), STRIDES)
 def test_c_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
-    """As the variant in Python does."""
+    """As the specialization in Python does."""
     device = FakeDevice()
     launcher, facts = made(device, {**CASE, "inputs": [(True, 0)]})
     call = native_call(launcher, *facts)
@@ -89,7 +89,7 @@ def test_a_hook_gives_a_backward_another_layout_than_was_saved() -> None:
     with launching(2):
         x = torch.randn(4, 4)
         same(gradient(compiled, x, hooked=True), gradient(fn, x, hooked=True))
-    assert max(p.captures for p in pgraph.report().partitions) == 2, "the backward saw one layout only"
+    assert max(p.captures for p in pgraph.report().capturable) == 2, "the backward saw one layout only"
 
 
 # -- once only -----------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool
 def test_a_partition_that_has_begun_is_not_begun_again(
     at: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second chunk fails: the error is the user's own, and nothing is written by a plain run."""
+    """Its second chunk fails: the error is the user's own, and nothing is written by an uncaptured run."""
     compiled = host(mutating, memory_slack_mb=0)
 
     def arguments() -> tuple[Tensor, Tensor]:
@@ -148,9 +148,9 @@ def test_a_partition_that_has_begun_is_not_begun_again(
 
     for _ in range(2):
         compiled(*arguments())
-    (runner,) = pgraph.runtime.registry.live_partitions()
-    (variant,) = runner.variants()
-    launcher: Any = variant.launcher
+    (runner,) = pgraph.runtime.registry.live_capturable()
+    (specialization,) = runner.specializations()
+    launcher: Any = specialization.launcher
     steps, ran = launcher.steps, []
     launched = [i for i, step in enumerate(steps) if step[1] is not None]
     assert len(launched) > 1, "one chunk: nothing comes after it"
@@ -174,13 +174,13 @@ def test_a_partition_that_has_begun_is_not_begun_again(
         real = launcher._empty
         monkeypatch.setattr(launcher, "_empty", lambda *layout: fails() if ran else real(*layout))
     launcher.steps = tuple(changed)
-    plain = runner.stats.plain_runs
+    plain = runner.stats.uncaptured_runs
     x, y = arguments()
     kept = y.clone()
     with pytest.raises(type(error), match="injected later"):
         compiled(x, y)
     assert ran == [1]
-    assert runner.stats.plain_runs == plain
+    assert runner.stats.uncaptured_runs == plain
     same(y, kept)  # the chunk that failed comes before the write
 
 

@@ -16,7 +16,7 @@ from pgraph.capture.build import build
 from pgraph.drivers.host.driver import HostDriver, HostExec
 from pgraph.errors import DriverError
 from pgraph.options import Options
-from pgraph.partition.facts import GraphFacts, PartFacts
+from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.template.packing import GRANULE
 
@@ -61,7 +61,7 @@ def alive(storages: list[StorageWeakRef]) -> list[bool]:
 
 
 class Watch:
-    """What is alive at each launch of a chunk, and at each plain run."""
+    """What is alive at each launch of a chunk, and at each uncaptured run."""
 
     def __init__(self) -> None:
         self.inputs: list[StorageWeakRef] = []
@@ -108,7 +108,7 @@ def captured(watch: Watch) -> Callable[..., PartitionRunner]:
             watch.at_plain.append(watch.held())
             return fn(args)
 
-        facts = PartFacts(GraphFacts("backward", 1, 1), None, True)
+        facts = PartitionFacts(GraphFacts("backward", 1, 1), None, True)
         options = Options(driver="host", codegen="aten", memory_slack_mb=0)
         runner = PartitionRunner(facts, plain, HostDriver(), options)
         for _ in range(2):
@@ -194,7 +194,7 @@ def test_results_keep_their_values_through_later_launches(
     [("launch", 1), ("launch", 2), ("launch", -1), ("allocate", 1), ("allocate", 2), ("allocate", -1)],
 )
 def test_nothing_of_a_failed_launch_is_kept(what: str, nth: int, watch: Watch, captured: Captured) -> None:
-    """Neither by the plain run that stands in for it, where nothing had run yet, nor after the error."""
+    """Neither by the uncaptured run that stands in for it, where nothing had run yet, nor after the error."""
     runner = captured(backward, tensors)
     if nth < 0:
         runner(tensors())
@@ -235,7 +235,7 @@ def test_nothing_of_a_failed_launch_is_kept(what: str, nth: int, watch: Watch, c
 @pytest.mark.parametrize("late", [0, 1], ids=["the first lives on", "the second lives on"])
 @pytest.mark.parametrize("part", [None, 0, 1], ids=["whole", "part of the first", "part of the second"])
 def test_a_shared_storage_counts_once_until_its_last_tensor_dies(
-    part: int | None, late: int, both: bool
+    partition: int | None, late: int, both: bool
 ) -> None:
     """Autograd saves a tensor and its alias as two: eager's peak has their memory once, for as long."""
     n = 16 * SIZE
@@ -253,10 +253,10 @@ def test_a_shared_storage_counts_once_until_its_last_tensor_dies(
 
     whole = torch.randn(n)
     inputs = [whole, whole.view(-1)]
-    if part is not None:
-        inputs[part] = whole[: n // 2]
+    if partition is not None:
+        inputs[partition] = whole[: n // 2]
     template = build(HostDriver(), fn, inputs, [16, 16], slack_bytes=0).template
-    if part is not None:
-        assert template.regions[part].nbytes == 2 * n, "eager holds all of the storage all the same"
+    if partition is not None:
+        assert template.regions[partition].nbytes == 2 * n, "eager holds all of the storage all the same"
     # The numbers that are summed up take a few bytes more.
     assert 20 * n <= template.plan.eager_peak <= 20 * n + 8 * GRANULE, template.render()

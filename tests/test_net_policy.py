@@ -25,7 +25,7 @@ from pgraph.ops.safety import refusal
 from pgraph.partition.split import scan
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
-from pgraph.runtime.specialization import Variant, alignments
+from pgraph.runtime.specialization import Specialization, alignments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -65,10 +65,10 @@ def test_addresses_are_captured_as_aligned_as_they_are(
 
 @pytest.mark.parametrize("needed", [4, 8, 16, 32, 64])
 def test_every_bit_below_the_alignment_counts(needed: int) -> None:
-    variant = Variant(((0, (20,), (1,), needed - 1),), ())
+    specialization = Specialization(((0, (20,), (1,), needed - 1),), ())
     for low in (4, 8, 16, 32, 64):
         x = aligned(low)
-        assert variant.addresses([x]) == ([x.data_ptr()] if low >= needed else None), low
+        assert specialization.addresses([x]) == ([x.data_ptr()] if low >= needed else None), low
 
 
 def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() -> None:
@@ -82,8 +82,8 @@ def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() 
         x = aligned(low)
         same(compiled(x), scaled(x))
         assert (pgraph.report().captures, pgraph.report().launches) == (captures, launches), low
-    (runner,) = registry.live_partitions()
-    assert sorted(v.tensors[0][3] for v in runner.variants()) == [3, 7, 15]
+    (runner,) = registry.live_capturable()
+    assert sorted(v.tensors[0][3] for v in runner.specializations()) == [3, 7, 15]
 
 
 # -- threads -------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def test_a_size_used_more_often_of_late_takes_the_place_of_an_old_one() -> None:
     assert captures == 1 + PATIENCE
     call([90, 90, 90, n] * PATIENCE)
     assert pgraph.report().captures == captures + 1
-    (runner,) = registry.live_partitions()
-    assert [v.tensors[0][1][0] for v in runner.variants() if v.launcher is not None] == [90]
+    (runner,) = registry.live_capturable()
+    assert [v.tensors[0][1][0] for v in runner.specializations() if v.launcher is not None] == [90]
 
 
 # -- order of draws ------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_seeds_overtake_nothing_that_draws(before: str, code: str) -> None:
     b.module(b.call(aten.sin.default, y), seeds, first)
     refuse = functools.partial(refusal, device_type="cuda")
     assert [reason.code for node in (first, seeds) if (reason := refuse(node))] == [code, "rng"]
-    order = [node for part in scan(b.graph, refuse, min_ops=1) for node in part.nodes]
+    order = [node for partition in scan(b.graph, refuse, min_ops=1) for node in partition.nodes]
     assert (order.index(seeds) < order.index(first)) is (before == "no draw"), order
 
 

@@ -38,7 +38,7 @@ def crosses(fn: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]]) ->
 
 def results_of_parts() -> list[Any]:
     """The results of every captured part, as its template has them."""
-    templates = [runner.template() for runner in pgraph.runtime.registry.live_partitions()]
+    templates = [runner.template() for runner in pgraph.runtime.registry.live_capturable()]
     return list(itertools.chain.from_iterable(t.outputs for t in templates if t is not None))
 
 

@@ -57,8 +57,8 @@ def run(plan: SplitPlan, args: list[Any]) -> list[Any]:
 def check(gm: GraphModule, refuse: Callable[[Node], Reason | None], args: list[Any], min_ops: int = 1):
     """Cut `gm`, run it both ways on copies of `args`, compare the results and the mutated inputs."""
     before = str(gm.graph)
-    parts = scan(gm.graph, refuse, min_ops=min_ops)
-    plan = extract(gm, parts)
+    partitions = scan(gm.graph, refuse, min_ops=min_ops)
+    plan = extract(gm, partitions)
     assert str(gm.graph) == before, "the graph was changed"
     for call in plan.calls:
         call.module.graph.lint()
@@ -71,17 +71,17 @@ def check(gm: GraphModule, refuse: Callable[[Node], Reason | None], args: list[A
     expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
     torch.testing.assert_close(run(plan, ours), expected, rtol=0, atol=0)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    return parts, plan
+    return partitions, plan
 
 
-def shape(parts) -> list[tuple[bool, list[str]]]:
-    return [(part.safe, [node.name for node in part.nodes]) for part in parts]
+def shape(partitions) -> list[tuple[bool, list[str]]]:
+    return [(partition.safe, [node.name for node in partition.nodes]) for partition in partitions]
 
 
 def test_wholly_safe_graph_is_left_alone_whatever_its_size():
     gm = make_fx(lambda x: (x + 1, None, 3, x))(torch.ones(2))
-    parts, plan = check(gm, refuse_packets(), [torch.ones(2)], min_ops=99)
-    assert [part.safe for part in parts] == [True]
+    partitions, plan = check(gm, refuse_packets(), [torch.ones(2)], min_ops=99)
+    assert [partition.safe for partition in partitions] == [True]
     assert plan.calls[0].module is gm
 
 
@@ -92,8 +92,8 @@ def test_unsafe_op_in_the_middle_and_values_that_skip_a_part():
         return a * b, a
 
     gm = make_fx(f)(torch.ones(3))
-    parts, plan = check(gm, refuse_packets(aten.sin), [torch.randn(3)])
-    assert shape(parts) == [(True, ["add"]), (False, ["sin"]), (True, ["mul"])]
+    partitions, plan = check(gm, refuse_packets(aten.sin), [torch.randn(3)])
+    assert shape(partitions) == [(True, ["add"]), (False, ["sin"]), (True, ["mul"])]
     assert [call.outputs for call in plan.calls] == [(1,), (2,), (3,)]
     assert [call.last_use for call in plan.calls] == [(0,), (), (2,)]  # slot 1 is returned
     assert plan.output_slots == (3, 1)
@@ -119,8 +119,8 @@ def test_part_that_only_mutates_is_kept():
         return (x.cos(),)
 
     gm = make_fx(f)(torch.ones(3), torch.ones(3))
-    parts, plan = check(gm, refuse_packets(aten.cos), [torch.randn(3), torch.randn(3)])
-    assert shape(parts)[0] == (True, ["sin", "add_"])
+    partitions, plan = check(gm, refuse_packets(aten.cos), [torch.randn(3), torch.randn(3)])
+    assert shape(partitions)[0] == (True, ["sin", "add_"])
     assert plan.calls[0].outputs == ()
 
 
@@ -132,8 +132,8 @@ def test_view_taken_in_one_part_and_written_in_another():
         return x + y
 
     gm = make_fx(f)(torch.ones(3, 3))
-    parts, _ = check(gm, refuse_packets(aten.sin), [torch.randn(3, 3)])
-    assert shape(parts)[0] == (False, ["select", "sin"])  # a leading neutral node joins what follows
+    partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(3, 3)])
+    assert shape(partitions)[0] == (False, ["select", "sin"])  # a leading neutral node joins what follows
     check(gm, refuse_packets(aten.mul_), [torch.randn(3, 3)])
 
 
@@ -149,9 +149,9 @@ def test_getitem_stays_with_its_producer():
     for node in [node for node in gm.graph.nodes if node.target is operator.getitem]:
         sin.append(node)
     gm.recompile()
-    parts, _ = check(gm, refuse_packets(aten.sin), [torch.randn(4)])
-    assert [part.safe for part in parts] == [True, False, True]
-    assert sum(node.target is operator.getitem for node in parts[0].nodes) == 2
+    partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(4)])
+    assert [partition.safe for partition in partitions] == [True, False, True]
+    assert sum(node.target is operator.getitem for node in partitions[0].nodes) == 2
 
 
 def test_getitem_of_a_leading_view_does_not_leave_the_tuple_behind():
@@ -194,15 +194,15 @@ def test_bare_and_nested_outputs():
 
 def test_missing_nodes_are_told():
     gm = make_fx(lambda x: x.sin().cos())(torch.ones(2))
-    parts = scan(gm.graph, refuse_packets(aten.sin), min_ops=1)
+    partitions = scan(gm.graph, refuse_packets(aten.sin), min_ops=1)
     with pytest.raises(PgraphError, match="misses"):
-        extract(gm, parts[:1])
+        extract(gm, partitions[:1])
 
 
 def test_graph_without_ops():
     gm = make_fx(lambda x: (x, None))(torch.ones(2))
-    parts, plan = check(gm, refuse_packets(), [torch.ones(2)])
-    assert parts == []
+    partitions, plan = check(gm, refuse_packets(), [torch.ones(2)])
+    assert partitions == []
     assert plan.calls == ()
 
 
@@ -223,10 +223,10 @@ def test_small_runs_join_their_unsafe_neighbours():
         return (x.sin() + 1).sin().cos().tan().exp()
 
     gm = make_fx(f)(torch.ones(2))
-    parts, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=2)
-    assert shape(parts) == [(False, ["sin", "add", "sin_1"]), (True, ["cos", "tan", "exp"])]
-    assert [reason.code for reason in parts[0].reasons] == ["test", "too-small", "test"]
-    assert str(parts[0].reasons[1]) == (
+    partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=2)
+    assert shape(partitions) == [(False, ["sin", "add", "sin_1"]), (True, ["cos", "tan", "exp"])]
+    assert [reason.code for reason in partitions[0].reasons] == ["test", "too-small", "test"]
+    assert str(partitions[0].reasons[1]) == (
         "[too-small] 1 op between uncaptured ones cannot pay for a launch (min_ops is 2). "
         "Fix: capture more around them, or lower min_ops"
     )
@@ -237,9 +237,9 @@ def test_run_of_views_only_is_never_a_part_of_its_own():
         return aten.sin.default(aten.sin.default(x).view(-1)).view(2, 1)
 
     gm = make_fx(f)(torch.ones(2))
-    parts, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=0)
-    assert len(parts) == 1
-    assert all(reason.code == "test" for reason in parts[0].reasons)
+    partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=0)
+    assert len(partitions) == 1
+    assert all(reason.code == "test" for reason in partitions[0].reasons)
 
 
 def seeded_graph(draw_first: bool) -> GraphModule:
@@ -259,8 +259,8 @@ def test_seeds_are_drawn_first_unless_something_drew_before():
         (False, ["inductor_seeds_default"]),
         (True, ["cos_default", "add_tensor"]),
     ]
-    parts = scan(seeded_graph(True).graph, refuse, min_ops=1)
-    assert shape(parts)[1] == (False, ["bernoulli_default", "inductor_seeds_default"])
+    partitions = scan(seeded_graph(True).graph, refuse, min_ops=1)
+    assert shape(partitions)[1] == (False, ["bernoulli_default", "inductor_seeds_default"])
 
 
 def test_every_symbol_of_a_part_is_an_input_of_its_own():
@@ -306,9 +306,9 @@ def test_with_the_real_rules_on_the_host_device():
 
     mask = torch.tensor([True, False, True])
     graph = make_fx(f)(torch.ones(3), mask)
-    parts, _ = check(graph, lambda node: refusal(node, device_type="cpu"), [torch.randn(3), mask])
-    assert [part.safe for part in parts] == [True, False, True]
-    assert [reason.code for reason in parts[1].reasons] == ["bool-index"]
+    partitions, _ = check(graph, lambda node: refusal(node, device_type="cpu"), [torch.randn(3), mask])
+    assert [partition.safe for partition in partitions] == [True, False, True]
+    assert [reason.code for reason in partitions[1].reasons] == ["bool-index"]
 
 
 UNARY = ("sin", "cos", "neg_", "add_one_", "view", "sort", "split", "copy_in")
@@ -352,12 +352,14 @@ def test_any_chain_with_any_refusals_computes_the_same(chain, min_ops, random):
     def refuse(node: Node) -> Reason | None:
         return Reason("test", node.name, "none") if node in refused else None
 
-    parts, plan = check(gm, refuse, [torch.randn(4), torch.randn(4)], min_ops)
-    ordered = [node for part in parts for node in part.nodes if node.target is not operator.getitem]
+    partitions, plan = check(gm, refuse, [torch.randn(4), torch.randn(4)], min_ops)
+    ordered = [
+        node for partition in partitions for node in partition.nodes if node.target is not operator.getitem
+    ]
     assert ordered == [node for node in ops if node.target is not operator.getitem]
-    if len(parts) > 1:
-        for part in parts:
-            assert not part.safe or sum(True for node in part.nodes) >= min_ops
-            assert part.safe or part.reasons
-    assert all(a.safe != b.safe for a, b in itertools.pairwise(parts))
-    assert len(plan.calls) == len(parts)
+    if len(partitions) > 1:
+        for partition in partitions:
+            assert not partition.safe or sum(True for node in partition.nodes) >= min_ops
+            assert partition.safe or partition.reasons
+    assert all(a.safe != b.safe for a, b in itertools.pairwise(partitions))
+    assert len(plan.calls) == len(partitions)

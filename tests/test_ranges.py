@@ -1,4 +1,4 @@
-"""What a profiler shows of pgraph: a range per plain run, capture and launch, named after the module."""
+"""What a profiler shows of pgraph: a range per uncaptured run, capture and launch, named after the module."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(call: Any, times: int) -> Any:
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_each_step_has_a_range(codegen: str, inductor_cache: object) -> None:
-    """Forward and backward: one plain run, one capture, two launches."""
+    """Forward and backward: one uncaptured run, one capture, two launches."""
     model = MLP()
     compiled = host(model, codegen)
     profiler = run(lambda: train(model, compiled, torch.randn(3, 8)), 3)

@@ -61,7 +61,9 @@ def test_public_names_are_mentioned_and_exist() -> None:
 
 
 def test_commands_run_files_that_exist() -> None:
-    commands = [part for block in blocks("sh") for part in re.split(r"\n|&&", block) if part.strip()]
+    commands = [
+        partition for block in blocks("sh") for partition in re.split(r"\n|&&", block) if partition.strip()
+    ]
     assert len(commands) >= 7
     for command in commands:
         words = shlex.split(command, comments=True)

@@ -26,7 +26,7 @@ def test_explain_does_not_compile_what_dynamo_gave_up_on() -> None:
     run = host(looping)
     found = pgraph.explain(lambda: run(torch.randn(8)))()
     assert [r.code for r in found.breaks] == ["graph-break"]
-    assert not found.parts, str(found)
+    assert not found.partitions, str(found)
     assert not found.complete
 
 
@@ -66,7 +66,7 @@ def test_swapped_generator_states_have_a_line_and_name_the_op() -> None:
     run = host(lambda x: checkpoint(block, x, use_reentrant=False))
     for _ in range(2):
         run(torch.randn(8, requires_grad=True)).sum().backward()
-    reasons = [r for p in pgraph.report().parts for r in p.reasons if r.code == "rng-state"]
+    reasons = [r for p in pgraph.report().partitions for r in p.reasons if r.code == "rng-state"]
     assert len(reasons) == 2
     assert all("to repeat aten::" in r.sentence and __file__ in str(r.where) for r in reasons), reasons
 
@@ -81,5 +81,5 @@ def test_the_fix_for_swapped_states_holds(p: float, codes: set[str], preserve: b
 
     run = host(lambda q: checkpoint(attend, q, use_reentrant=False, preserve_rng_state=preserve))
     run(torch.randn(1, 2, 4, 8, requires_grad=True)).sum().backward()
-    found = {r.code for part in pgraph.report().parts for r in part.reasons}
+    found = {r.code for partition in pgraph.report().partitions for r in partition.reasons}
     assert found & {"rng", "rng-state"} == codes, str(pgraph.report())

@@ -112,10 +112,10 @@ class Deep(nn.Module):
 def plans() -> dict[str, Any]:
     """The plan in use by kind of graph."""
     found = {}
-    for part in pgraph.runtime.registry.live_partitions():
-        template = part.template()
+    for partition in pgraph.runtime.registry.live_capturable():
+        template = partition.template()
         assert template is not None
-        found[part.stats.facts.graph.kind] = template
+        found[partition.stats.facts.graph.kind] = template
     return found
 
 

@@ -11,10 +11,10 @@ import torch
 from support import MLP, host
 
 import pgraph
-from pgraph.partition.facts import GraphFacts, PartFacts
+from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.runtime.statistics import PartitionStats, Report
-from pgraph.runtime.uncaptured import PlainPart
+from pgraph.runtime.uncaptured import UncapturedPartition
 
 
 def numbered(text: str) -> str:
@@ -24,7 +24,7 @@ def numbered(text: str) -> str:
 
 def counted(number: int, outside: tuple[Reason, ...] = (), **counters: Any) -> PartitionStats:
     """The counters of a forward's only part."""
-    facts = PartFacts(GraphFacts("forward", number, 1), None, not outside, (), outside)
+    facts = PartitionFacts(GraphFacts("forward", number, 1), None, not outside, (), outside)
     return PartitionStats(facts.name, facts, **counters)
 
 
@@ -37,7 +37,7 @@ class TestTexts(expecttest.TestCase):
     def test_a_report_without_anything(self) -> None:
         self.assertExpectedInline(
             str(pgraph.report()),
-            """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 fallbacks""",
+            """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 refused""",
         )
 
     def test_a_report_after_training(self) -> None:
@@ -47,21 +47,21 @@ class TestTexts(expecttest.TestCase):
         self.assertExpectedInline(
             numbered(str(pgraph.report())),
             """\
-pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 fallbacks, 248 B of execs
-  forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 plain run, 96 B of execs
-  backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 plain run, 152 B of execs""",
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refused, 248 B of execs
+  forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 uncaptured run, 96 B of execs
+  backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 uncaptured run, 152 B of execs""",
         )
 
     def test_a_report_with_reasons(self) -> None:
         reason = Reason("shape", "no", "pad", "a:3")
-        parts = (counted(0, reason=reason), counted(1, launches=2), counted(2, outside=(reason,)))
+        partitions = (counted(0, reason=reason), counted(1, launches=2), counted(2, outside=(reason,)))
         self.assertExpectedInline(
-            str(Report(parts)),
+            str(Report(partitions)),
             """\
-pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallback
-  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 plain runs; [shape] no at a:3. Fix: pad
-  forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 plain runs
-  forward 2: runs plainly
+pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 refused
+  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 uncaptured runs; [shape] no at a:3. Fix:
+  pad forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 uncaptured runs
+  forward 2: runs uncaptured
     [shape] no at a:3. Fix: pad""",
         )
 
@@ -70,9 +70,9 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 fallback
         compiled = host(model)
         with torch.no_grad():
             warm(lambda: compiled(torch.randn(3, 8)), 2)
-        ((variant,),) = [p.variants() for p in pgraph.runtime.registry.live_partitions()]
+        ((specialization,),) = [p.specializations() for p in pgraph.runtime.registry.live_capturable()]
         self.assertExpectedInline(
-            variant.built.template.render(),
+            specialization.built.template.render(),
             """\
 4 nodes, 12 slots, 9 regions
   region 0: input, 512 bytes, nodes [0, 5)
@@ -101,14 +101,16 @@ chunk 0: nodes [0, 4), held 3,584 B
 
 def test_sums() -> None:
     report = Report(tuple(counted(i, captures=i, launches=10, exec_bytes=4) for i in range(3)))
-    assert (report.captures, report.launches, report.exec_bytes, report.fallbacks) == (3, 30, 12, 0)
+    assert (report.captures, report.launches, report.exec_bytes, report.refused) == (3, 30, 12, 0)
 
 
 def test_records_of_plain_parts_go_with_their_code() -> None:
     """A process that compiles for ever does not grow for ever."""
     for i in range(100):
-        part = PlainPart(PartFacts(GraphFacts("forward", i, 1), None, False), lambda args: args)
-    assert [p.name for p in pgraph.report().parts] == ["forward 99"]
+        partition = UncapturedPartition(
+            PartitionFacts(GraphFacts("forward", i, 1), None, False), lambda args: args
+        )
+    assert [p.name for p in pgraph.report().partitions] == ["forward 99"]
     assert pgraph.report().outside == (("forward 99", ()),)
-    del part
-    assert pgraph.report().parts == ()
+    del partition
+    assert pgraph.report().partitions == ()

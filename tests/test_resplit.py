@@ -73,7 +73,7 @@ def run(compiled: Any, fn: Callable[..., Any], make: Callable[[], Tensor], calls
 
 def states() -> list[tuple[str, str]]:
     """(name without kind and number, state) of all parts."""
-    return [(p.name.partition(", ")[2], p.state) for p in pgraph.report().parts]
+    return [(p.name.partition(", ")[2], p.state) for p in pgraph.report().partitions]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -96,10 +96,10 @@ def test_the_rest_is_captured(faults: Callable[..., HostFaults], caplog: pytest.
             run(compiled, fn, lambda: torch.randn(6, 3), 2)
     assert states() == [("part 0", "captured"), ("part 1", "plain"), ("part 2", "captured")]
     report = pgraph.report()
-    assert (report.splits, report.fallbacks) == (1, 0)
+    assert (report.splits, report.refused) == (1, 0)
     assert report.split_s > 0
-    assert [p.splits for p in report.parts] == [1, 0, 0]
-    assert [p.facts.device_ops for p in report.parts] == [3, 1, 3]
+    assert [p.splits for p in report.partitions] == [1, 0, 0]
+    assert [p.facts.device_ops for p in report.partitions] == [3, 1, 3]
     ((name, (reason,)),) = report.outside
     assert name.endswith("part 1")
     assert reason.where is not None
@@ -133,9 +133,9 @@ def test_forward_and_backward(faults: Callable[..., HostFaults]) -> None:
             x = torch.randn(3, 8)
             same(train(model, compiled, x), train(model, model, x))
     report = pgraph.report()
-    assert (report.splits, report.fallbacks) == (2, 0)
-    assert [p.facts.graph.kind for p in report.parts] == ["forward"] * 3 + ["backward"] * 3
-    assert [p.state for p in report.parts] == ["captured", "plain", "captured"] * 2
+    assert (report.splits, report.refused) == (2, 0)
+    assert [p.facts.graph.kind for p in report.partitions] == ["forward"] * 3 + ["backward"] * 3
+    assert [p.state for p in report.partitions] == ["captured", "plain", "captured"] * 2
 
 
 def test_a_part_of_a_split_graph() -> None:
@@ -156,8 +156,8 @@ def test_a_part_of_a_split_graph() -> None:
     ]
     report = pgraph.report()
     assert report.splits == 2
-    (graph,) = {p.facts.graph for p in report.parts}
-    assert sum(step.ops for step in graph.steps) == sum(p.facts.device_ops for p in report.parts)
+    (graph,) = {p.facts.graph for p in report.partitions}
+    assert sum(step.ops for step in graph.steps) == sum(p.facts.device_ops for p in report.partitions)
     codes = [step.reason.code if step.reason else None for step in graph.steps]
     assert codes.count("hidden-pointer") == 2
 
@@ -167,7 +167,7 @@ def test_explain_tells(capsys: pytest.CaptureFixture[str]) -> None:
     with inject(refusing("cumsum")):
         found = pgraph.explain(around, driver="host", codegen="aten", min_ops=1)(torch.randn(6, 3))
     assert found.device_ops == (6, 7)
-    assert [p.state for p in found.parts] == ["captured", "plain", "captured"]
+    assert [p.state for p in found.partitions] == ["captured", "plain", "captured"]
     (change,) = found.changes
     assert (change.ops, change.graphs, change.reason.code) == (1, 2, "capture-failed")
     text = found.render(times=False)
@@ -179,7 +179,7 @@ def test_explain_tells(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
-    """What is left then runs plainly, and its reason says that there were three splits."""
+    """What is left then runs uncaptured, and its reason says that there were three splits."""
     ops = ("sin", "cumsum", "tanh", "exp", "cos")
 
     def fn(x: Tensor) -> Tensor:
@@ -192,13 +192,13 @@ def test_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
     with inject(refusing(*ops)), caplog.at_level("WARNING", "pgraph"):
         run(compiled, fn, lambda: torch.rand(6, 3), 9)
     report = pgraph.report()
-    assert (report.splits, report.fallbacks) == (3, 1)
-    (reason,) = [p.reason for p in report.parts if p.reason]
+    assert (report.splits, report.refused) == (3, 1)
+    (reason,) = [p.reason for p in report.partitions if p.reason]
     assert "pgraph has split the graph 3 times already" in reason.sentence
     assert "aten::exp" in reason.sentence
-    assert sum(p.state == "captured" for p in report.parts) == 2
+    assert sum(p.state == "captured" for p in report.partitions) == 2
     assert sum("was split" in text for text in told(caplog)) == 3
-    assert sum("runs plainly" in text for text in told(caplog)) == 1
+    assert sum("runs uncaptured" in text for text in told(caplog)) == 1
 
 
 def test_what_looks_alike_goes_at_once() -> None:
@@ -216,12 +216,12 @@ def test_what_looks_alike_goes_at_once() -> None:
             x = torch.randn(3, 4)
             same(compiled(x, [square, square, square]), fn(x, [square, square, square]))
         assert pgraph.report().splits == 1
-        assert sum(p.state == "captured" for p in pgraph.report().parts) == 3
+        assert sum(p.state == "captured" for p in pgraph.report().partitions) == 3
         weights = [square, *wide, square]
         for _ in range(6):
             x = torch.randn(3, 4)
             same(compiled(x, weights), fn(x, weights))
-    later = [p for p in pgraph.report().parts if p.facts.graph.number > 0][-10:]
+    later = [p for p in pgraph.report().partitions if p.facts.graph.number > 0][-10:]
     assert sum(p.splits for p in later) == 2
     assert not [p for p in later if p.reason]
 
@@ -239,13 +239,13 @@ def test_hard_mode_raises_as_before() -> None:
 
 
 def test_nothing_is_won() -> None:
-    """Too little is left around the op: the partition runs plainly, its reason as it was."""
+    """Too little is left around the op: the partition runs uncaptured, its reason as it was."""
     compiled = host(around, min_ops=5)
     with inject(refusing("cumsum")):
         run(compiled, around, lambda: torch.randn(6, 3))
-    (part,) = pgraph.report().parts
-    assert (part.state, part.splits) == ("fallen back", 0)
-    assert "split" not in part.reason.sentence
+    (partition,) = pgraph.report().partitions
+    assert (partition.state, partition.splits) == ("refused", 0)
+    assert "split" not in partition.reason.sentence
 
 
 def test_refused_pieces_give_way_to_the_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -254,17 +254,17 @@ def test_refused_pieces_give_way_to_the_whole(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("WARNING", "pgraph"):
         with inject(refusing("cumsum")):
             run(compiled, around, lambda: torch.randn(6, 3), 2)
-        assert len(pgraph.report().parts) == 3
+        assert len(pgraph.report().partitions) == 3
         with inject(HostFaults(fail_at="begin", fail_as="lost")):
             run(compiled, around, lambda: torch.randn(6, 3), 4)
-    (part,) = pgraph.report().parts
-    assert (part.state, part.splits, part.facts.device_ops) == ("fallen back", 1, 7)
-    assert "no part of it could be captured" in part.reason.sentence
-    assert [(step.ops, step.reason) for step in part.facts.graph.steps] == [(7, None)]
-    assert told(caplog)[-1].endswith(str(part.reason))
-    plain = part.plain_runs
+    (partition,) = pgraph.report().partitions
+    assert (partition.state, partition.splits, partition.facts.device_ops) == ("refused", 1, 7)
+    assert "no part of it could be captured" in partition.reason.sentence
+    assert [(step.ops, step.reason) for step in partition.facts.graph.steps] == [(7, None)]
+    assert told(caplog)[-1].endswith(str(partition.reason))
+    plain = partition.uncaptured_runs
     run(compiled, around, lambda: torch.randn(6, 3), 3)
-    assert part.plain_runs == plain + 3
+    assert partition.uncaptured_runs == plain + 3
 
 
 def test_a_split_that_fails_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,13 +278,13 @@ def test_a_split_that_fails_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resplit, "extract", fails)
     with inject(refusing("cumsum")):
         run(compiled, around, lambda: torch.randn(6, 3), 4)
-    (part,) = pgraph.report().parts
-    assert part.state == "fallen back"
-    assert "to split the graph around it failed: AssertionError: injected" in part.reason.sentence
+    (partition,) = pgraph.report().partitions
+    assert partition.state == "refused"
+    assert "to split the graph around it failed: AssertionError: injected" in partition.reason.sentence
 
 
 def sources() -> list[weakref.ref[Any]]:
-    return [weakref.ref(p.piece._splitter) for p in registry.live_partitions() if p.piece]
+    return [weakref.ref(p.piece._splitter) for p in registry.live_capturable() if p.piece]
 
 
 @pytest.mark.parametrize("op", [None, "cumsum"])
@@ -300,7 +300,7 @@ def test_the_source_goes_when_all_is_decided(op: str | None) -> None:
             run(compiled, around, lambda: torch.randn(6, 3), 1)
             if op:
                 assert source() is not None
-                assert len(pgraph.report().parts) == 3, "the old parts are gone"
+                assert len(pgraph.report().partitions) == 3, "the old parts are gone"
                 run(compiled, around, lambda: torch.randn(6, 3), 1)
         assert source() is None
         assert not sources()
@@ -309,14 +309,14 @@ def test_the_source_goes_when_all_is_decided(op: str | None) -> None:
 
 
 def test_a_captured_size_rules_a_split_out() -> None:
-    """Dynamic sizes: one is captured, then another is refused, which runs plainly."""
+    """Dynamic sizes: one is captured, then another is refused, which runs uncaptured."""
     compiled = host(around, dynamic=True)
     run(compiled, around, lambda: torch.randn(6, 3))
     with inject(refusing("cumsum")):
         run(compiled, around, lambda: torch.randn(7, 3))
-    (part,) = pgraph.report().parts
-    assert (part.captures, part.splits) == (1, 0)
-    assert part.reason is not None
+    (partition,) = pgraph.report().partitions
+    assert (partition.captures, partition.splits) == (1, 0)
+    assert partition.reason is not None
 
 
 def test_dynamic_sizes() -> None:
@@ -326,7 +326,7 @@ def test_dynamic_sizes() -> None:
         for n in (6, 6, 6, 7, 7, 7, 9, 6, 7):
             run(compiled, around, lambda n=n: torch.randn(n, 3), 1)
     assert [state for _, state in states()] == ["captured", "plain", "captured"]
-    assert [p.captures for p in pgraph.report().partitions] == [2, 2]
+    assert [p.captures for p in pgraph.report().capturable] == [2, 2]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -353,8 +353,8 @@ def test_inductor(dynamic: bool, inductor_cache: pathlib.Path) -> None:
             x = torch.rand(3, 8) / 20
             same(train(model, compiled, x), train(model, model, x), **TIGHT)
     report = pgraph.report()
-    assert (report.splits, report.fallbacks) == (2, 0)
-    assert sum(p.state == "captured" for p in report.parts) == 4
+    assert (report.splits, report.refused) == (2, 0)
+    assert sum(p.state == "captured" for p in report.partitions) == 4
 
 
 def test_threads_split_once() -> None:
@@ -384,17 +384,17 @@ def test_threads_split_once() -> None:
 
 
 def test_a_refused_partition_does_not_search_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one of which a size is refused, at that size: plain running costs the plain code."""
+    """Nor does one of which a size is refused, at that size: running uncaptured costs the plain code."""
     for dynamic in (False, True):
         compiled = host(around, dynamic=dynamic)
         with inject(HostFaults(fail_at="begin", fail_as="lost")):
             run(compiled, around, lambda: torch.randn(6, 3), 3)
-        (runner,) = registry.live_partitions()[-1:]
-        plain = runner.stats.plain_runs
+        (runner,) = registry.live_capturable()[-1:]
+        plain = runner.stats.uncaptured_runs
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_choose", lambda *args, **kwargs: pytest.fail("it searched"))
             run(compiled, around, lambda: torch.randn(6, 3), 3)
-        assert runner.stats.plain_runs == plain + 3
+        assert runner.stats.uncaptured_runs == plain + 3
         pgraph.reset()
         run(compiled, around, lambda: torch.randn(6, 3), 1)
         with launching(1):
@@ -430,8 +430,8 @@ def test_which_results_are_copied() -> None:
     gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 6))
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     cumsum = next(node for node in nodes if node.target is torch.ops.aten.cumsum.default)
-    parts = scan(gm.graph, lambda node: Reason("no", "no", "no") if node is cumsum else None, min_ops=1)
-    split = extract(gm, parts)
+    partitions = scan(gm.graph, lambda node: Reason("no", "no", "no") if node is cumsum else None, min_ops=1)
+    split = extract(gm, partitions)
     pieces = [
         Told(*[tuple(map(str, n.meta["val"].stride())) for n in call.module.graph.output_node().args[0]])
         for call in split.calls
@@ -457,16 +457,16 @@ def test_sizes_that_nobody_checks_any_more(monkeypatch: pytest.MonkeyPatch) -> N
     """A compiler that assumes more of the sizes than the guards promise: its code is not used."""
     compiled = host(around, dynamic=True)
     run(compiled, around, lambda: torch.randn(6, 3), 1)
-    compile_part = compile_graph.compat.boxed_module
+    compile_partition = compile_graph.compat.boxed_module
 
     def assuming(module: Any) -> Any:
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         assert next(v for v in values if isinstance(v, Tensor)).size(0) > 5
-        return compile_part(module)
+        return compile_partition(module)
 
     with monkeypatch.context() as patch, inject(refusing("cumsum")):
         patch.setattr(compile_graph.compat, "boxed_module", assuming)
         run(compiled, around, lambda: torch.randn(6, 3), 4)
     run(compiled, around, lambda: torch.randn(3, 3), 1)
-    (part,) = pgraph.report().parts
-    assert "right for some sizes only" in part.reason.sentence
+    (partition,) = pgraph.report().partitions
+    assert "right for some sizes only" in partition.reason.sentence

@@ -289,7 +289,7 @@ def test_a_generator_among_the_arguments(last: bool, in_c: bool, monkeypatch: py
     gm = made.module(doubled)
     options = parse({"driver": "host", "codegen": "aten", "min_ops": 1})
     values = [node.meta["val"] for node in inputs]
-    run = compile_graph.compile_parts(gm, values, options, "forward", backend._compile_aten, None)
+    run = compile_graph.compile_partitions(gm, values, options, "forward", backend._compile_aten, None)
 
     def call() -> tuple[Tensor, Tensor]:
         qkv = [torch.randn(2, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
@@ -353,7 +353,7 @@ def test_checkpointed_attention_is_captured_whole(
         same(got, reference)
     report = pgraph.report()
     assert report.captures == 2, str(report)
-    assert [part.name.rsplit(" ", 1)[0] for part in report.parts] == ["forward", "backward"]
+    assert [partition.name.rsplit(" ", 1)[0] for partition in report.partitions] == ["forward", "backward"]
     assert not report.outside, str(report)
 
 

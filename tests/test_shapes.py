@@ -19,7 +19,7 @@ from torch import Tensor
 import pgraph
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, WAITING
-from pgraph.runtime.specialization import Variant
+from pgraph.runtime.specialization import Specialization
 
 
 def running_sum(x: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ LIMIT = 3
 
 def kept() -> list[int]:
     """The sizes that have a capture."""
-    (partition,) = registry.live_partitions()
-    return sorted(v.tensors[0][1][0] for v in partition.variants() if v.launcher is not None)
+    (partition,) = registry.live_capturable()
+    return sorted(v.tensors[0][1][0] for v in partition.specializations() if v.launcher is not None)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -164,7 +164,7 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
     x = torch.randn(2100, 2)
     for n in (3, 3, 4, 4):
         compiled(x[:n])
-    (partition,) = registry.live_partitions()
+    (partition,) = registry.live_capturable()
     execs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sweep(calls: int) -> tuple[Counter[str], int]:
@@ -174,11 +174,11 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
             for _ in range(sizes.choice((1, 1, 1, 2, 2, 40))):
                 y = compiled(x[:n])
                 made += 1
-            captured = [v for v in partition.variants() if v.launcher is not None]
+            captured = [v for v in partition.specializations() if v.launcher is not None]
             execs.update(e for v in captured for e in v.built.execs)
             assert len(captured) <= 4
             assert torch.equal(y, running_sum(x[:n]))
-            assert len(partition.variants()) <= 4 + WAITING
+            assert len(partition.specializations()) <= 4 + WAITING
         del y
         gc.collect()
         kinds = Counter(type(o).__name__ for o in gc.get_objects())
@@ -188,15 +188,15 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
     text, made, told = len(str(pgraph.report())), pgraph.report().captures, len(records.heard)
     after, grown = sweep(8000)
     report = pgraph.report()
-    assert report.partitions[0].launches + report.partitions[0].plain_runs >= 10_000
+    assert report.capturable[0].launches + report.capturable[0].uncaptured_runs >= 10_000
     assert report.captures > 100, "captures were to be made and dropped all the time"
     assert len(execs) <= 4 * len(partition.template().plan.chunks)
-    assert len(registry.live_parts()) == len(registry._parts) == 1
+    assert len(registry.live_partitions()) == len(registry._partitions) == 1
     assert len(str(report)) <= text + 20, "the report grows"
     assert records.warnings == 3, "new captures, evictions and crowding are told once each"
     # Information for each capture is meant; it is what TORCH_LOGS asks for.
     assert len(records.heard) - told <= 3 * (report.captures - made)
-    assert after[Variant.__name__] <= 4 + WAITING
+    assert after[Specialization.__name__] <= 4 + WAITING
     more = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind] > 400}
     assert not more, f"objects pile up: {more}"
     assert grown - memory < 30_000, f"{(grown - memory) / 1024:.0f} MiB more"

@@ -68,7 +68,7 @@ def both(
     same(got, want, rtol=1e-6, atol=1e-7)
     same(list(twin.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7)
     report = pgraph.report()
-    assert report.fallbacks == 0, str(report)
+    assert report.refused == 0, str(report)
     assert 0 < report.captures <= captures, str(report)
     assert report.launches > report.captures, str(report)
 
@@ -224,7 +224,7 @@ def test_two_models_share_everything() -> None:
     got = loop(twins, [host(m) for m in twins])
     same(got, want, rtol=1e-6, atol=1e-7)
     report = pgraph.report()
-    assert report.fallbacks == 0, str(report)
+    assert report.refused == 0, str(report)
     assert report.captures == 2, str(report)
     assert report.launches >= 2 * 2 * 3, str(report)
 

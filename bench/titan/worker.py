@@ -108,9 +108,9 @@ class Inside:
         if backend == "pgraph":
             from pgraph.runtime.graph_runner import GraphRunner
             from pgraph.runtime.partition_runner import PartitionRunner
-            from pgraph.runtime.uncaptured import PlainPart
+            from pgraph.runtime.uncaptured import UncapturedPartition
 
-            kinds += [GraphRunner, PartitionRunner, PlainPart]
+            kinds += [GraphRunner, PartitionRunner, UncapturedPartition]
         for kind in kinds:
             kind.__call__ = self._around(kind.__call__)
 
@@ -136,7 +136,7 @@ def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
         import pgraph
 
         report = pgraph.report()
-        keys = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "fallbacks", "capture_s")
+        keys = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "refused", "capture_s")
         found |= {key: getattr(report, key) for key in keys}
         found["exec_mb"] = report.exec_bytes / MB
         found["summary"] = report.summary()

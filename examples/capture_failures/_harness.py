@@ -118,7 +118,7 @@ class Outcome:
     @property
     def codes(self) -> set[str]:
         """Codes of all reasons why something stays outside."""
-        reasons = [*self.explanation.breaks, *(r for p in self.explanation.parts for r in p.reasons)]
+        reasons = [*self.explanation.breaks, *(r for p in self.explanation.partitions for r in p.reasons)]
         return {r.code for r in reasons}
 
     @property
@@ -316,7 +316,7 @@ def _words(explanation: pgraph.Explanation) -> str:
     """The explanation as printed, less the list of parts, which the catalogue has no use for."""
     text = re.split(r"\n\n(?=(?:forward|backward|inference) \d)", explanation.render(times=False))[0]
     # Where there is nothing to change, the reason stands with its part.
-    reasons = {str(r): r.sentence for p in explanation.parts for r in p.reasons}
+    reasons = {str(r): r.sentence for p in explanation.partitions for r in p.reasons}
     return "\n".join([text, *(line for line, sentence in reasons.items() if sentence not in text)])
 
 

@@ -62,7 +62,7 @@ ENTRY = Entry(
     fixed=calls(program, inputs),
     on_gpu=CAPTURED,
     on_cpu=CAPTURED,
-    why_captured="Every part runs plainly before it is captured, and then the tuner has chosen.",
+    why_captured="Every part runs uncaptured before it is captured, and then the tuner has chosen.",
 )
 
 if __name__ == "__main__":

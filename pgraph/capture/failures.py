@@ -21,7 +21,7 @@ def not_recorded(name: str) -> Reason:
         "not-recorded",
         f"{name} has a result but left no node in the capture: its kernels went to another stream",
         "have it launch on torch.cuda.current_stream(), asked for at each call; until then the partition "
-        "runs plainly, and pgraph.mark_unsafe on the op keeps the rest of it in a graph",
+        "runs uncaptured, and pgraph.mark_unsafe on the op keeps the rest of it in a graph",
     )
 
 

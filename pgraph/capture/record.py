@@ -114,7 +114,7 @@ def _record(
     recorder.all_gone()
     allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack, r.library) for r in ranges)
     ghosts = (session.arena.low, session.arena.position)
-    own, steps = recorder.own_nodes(order), recorder.steps(order)
+    own, steps = recorder.builtin_nodes(order), recorder.steps(order)
     return Recording(
         nodes, order, allocations, n_inputs, specs, ghosts, graph, own, steps, tuple(recorder.ops)
     )

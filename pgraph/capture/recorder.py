@@ -21,7 +21,7 @@ from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.compat import lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
-from pgraph.ops.fx import is_foreign, is_own, op_name
+from pgraph.ops.fx import is_builtin, is_custom, op_name
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
 
@@ -69,9 +69,9 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
-        if is_own(func):
+        if is_builtin(func):
             self.own.update(range(before, after))
-        elif is_foreign(func):
+        elif is_custom(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
                 culprit = self._dispatch(func, args, kwargs, before, after)
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         """Counts of nodes at the boundaries that are joins."""
         return tuple(sorted({count for _, count in self._marks}.intersection(order.joins)))
 
-    def own_nodes(self, order: Topology) -> frozenset[int]:
+    def builtin_nodes(self, order: Topology) -> frozenset[int]:
         """Nodes recorded by ops of PyTorch's own: where ops overlap, only if all of those are."""
         spans = (range(first, last) for first, last in pairwise(order.joins))
         return frozenset(node for span in spans if self.own.issuperset(span) for node in span)

@@ -179,9 +179,9 @@ def donating(positions: Sequence[int]) -> Iterator[None]:
     """Compile a part of a backward graph, of whose inputs those at `positions` may be overwritten.
 
     Note [Donated by position]
-    Inductor takes the whole graph's positions for any graph that it compiles for the backward: in a part,
-    where they belong to other tensors, its code would write into a parameter or a user's input. Its cache
-    does not look at them at all, so they go into the key.
+    Inductor takes the whole graph's positions for any graph that it compiles for the backward: in a
+    partition, where they belong to other tensors, its code would write into a parameter or a user's input.
+    Its cache does not look at them at all, so they go into the key.
     """
     if not donated_inputs():
         yield

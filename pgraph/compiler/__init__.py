@@ -1,1 +1,1 @@
-"""From one ATen graph to what runs in its place: cut, compiled part by part, wrapped in runners."""
+"""From one ATen graph to what runs in its place: cut, compiled partition by partition, wrapped in runners."""

@@ -1,16 +1,16 @@
 """What the values look like that go from one part of a graph to another, and to the backward.
 
 Note [Borders]
-Every part is compiled on its own, for inputs of certain strides, and Inductor's code stops (or computes
+Every partition is compiled on its own, for inputs of certain strides, and Inductor's code stops (or computes
 wrongly, if its checks are off) on any others. The trace says strides, and they are not always those of
 today: Inductor pads what a forward saves, and what it returns as a view of a padded buffer, and it lays out
 convolutions as it likes. So no stride is taken for granted:
 
 * AOTAutograd compiles a backward with example inputs that have the strides which the forward reported.
   The traced values are brought up to date with them (`bring_up_to_date`), as Inductor does by itself.
-* The parts are compiled in the order in which they run. Inductor reports which strides the results of each
-  have; with those later parts are compiled (Inductor traces anew inside of each), and those are reported
-  to AOTAutograd, which compiles the backward for them.
+* The partitions are compiled in the order in which they run. Inductor reports which strides the results of
+  each have; with those later partitions are compiled (Inductor traces anew inside of each), and those are
+  reported to AOTAutograd, which compiles the backward for them.
 * What the user sees, and what `as_strided` reads, has to have the strides of the trace. Where Inductor
   reports others, or none, the code makes a copy with them.
 """
@@ -33,10 +33,10 @@ from pgraph.partition.split import Call, SplitPlan
 from pgraph.rewrites.storage_owners import owner_of
 from pgraph.runtime.protocols import Boxed
 
-__all__ = ["Borders", "CompilePart", "bring_up_to_date"]
+__all__ = ["Borders", "CompilePartition", "bring_up_to_date"]
 
 # (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
-CompilePart = Callable[[GraphModule, Sequence[Any], "Sequence[int] | None"], Boxed]
+CompilePartition = Callable[[GraphModule, Sequence[Any], "Sequence[int] | None"], Boxed]
 
 
 def bring_up_to_date(gm: GraphModule, inputs: Sequence[Any]) -> None:
@@ -55,8 +55,9 @@ class Borders:
 
     Args:
         gm: what was split.
-        inputs: example inputs of the whole graph; None where the compiler of the parts chooses no strides.
-        split: its parts, which `compile` is to be given in order.
+        inputs: example inputs of the whole graph; None where the compiler of the partitions chooses no
+            strides.
+        split: its partitions, which `compile` is to be given in order.
     """
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any] | None, split: SplitPlan) -> None:
@@ -72,11 +73,12 @@ class Borders:
         self._exact |= {slot for call in split.calls for slot in _read_as_storage(call)}
 
     def inputs(self, call: Call) -> list[Any]:
-        """The traced values that a part takes, as they will be; its turn must have come."""
+        """The traced values that a partition takes, as they will be; its turn must have come."""
         return [self._values[slot] for slot in call.inputs]
 
-    def compile(self, call: Call, compiler: CompilePart, fixed: Sequence[int] | None) -> Boxed:
-        """The code of the next part, whose results have the strides that later parts are compiled for."""
+    def compile(self, call: Call, compiler: CompilePartition, fixed: Sequence[int] | None) -> Boxed:
+        """The code of the next partition, whose results have the strides that later partitions are compiled
+        for."""
         inputs = self.inputs(call)
         returned: Any = call.module.graph.output_node().args[0]
         outputs = [node.meta.get("val") for node in returned]  # before a compiler rewrites the module
@@ -123,7 +125,7 @@ def _same(value: torch.Tensor, strides: Strides) -> bool:
 
 
 def _read_as_storage(call: Call) -> set[int]:
-    """The slots whose storage a part reads by numbers of its own."""
+    """The slots whose storage a partition reads by numbers of its own."""
     slot_of = dict(zip(call.module.graph.find_nodes(op="placeholder"), call.inputs, strict=True))
     readers = (node for node in call.module.graph.nodes if isinstance(node.target, OpOverload))
     owners = (owner_of(node.args[0]) for node in readers if op_name(node.target) in op_names.STORAGE_OFFSETS)

@@ -2,8 +2,8 @@
 
 1. `pgraph.rewrites.checkpoint_rng` frees ops that draw nothing from the generator's states that are kept
    for them.
-2. `pgraph.ops.safety` judges each node, `pgraph.partition.split` cuts the graph into contiguous parts.
-3. Each part is compiled on its own; a safe one gets a `PartitionRunner`, an unsafe one runs as it is.
+2. `pgraph.ops.safety` judges each node, `pgraph.partition.split` cuts the graph into contiguous partitions.
+3. Each partition is compiled on its own; a safe one gets a `PartitionRunner`, an unsafe one runs as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from pgraph import compat
-from pgraph.compiler.borders import Borders, CompilePart, bring_up_to_date
+from pgraph.compiler.borders import Borders, CompilePartition, bring_up_to_date
 from pgraph.compiler.resplit import Account, Memory, Source, Splitter
 from pgraph.drivers import choice
 from pgraph.drivers.interface import Driver
@@ -28,8 +28,8 @@ from pgraph.ops import op_names
 from pgraph.ops.fx import is_neutral, op_name
 from pgraph.ops.safety import refusal
 from pgraph.options import Options
-from pgraph.partition.facts import Kind, PartFacts, graph_facts, part_facts
-from pgraph.partition.split import Part, SplitPlan, extract, scan, twin
+from pgraph.partition.facts import Kind, PartitionFacts, graph_facts, partition_facts
+from pgraph.partition.split import Partition, SplitPlan, extract, scan, twin
 from pgraph.reasons import Reason
 from pgraph.rewrites.checkpoint_rng import unwrap
 from pgraph.rewrites.storage_owners import count_from_owners
@@ -39,9 +39,9 @@ from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
 from pgraph.runtime.specialization import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
-from pgraph.runtime.uncaptured import PlainPart
+from pgraph.runtime.uncaptured import UncapturedPartition
 
-__all__ = ["CompilePart", "compile_parts"]
+__all__ = ["CompilePartition", "compile_partitions"]
 
 log = logging.getLogger(__name__)
 
@@ -50,55 +50,55 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compiler:
-    """How the parts of one graph become runners.
+    """How the partitions of one graph become runners.
 
     Args:
         driver: where they are captured.
         options: of this compilation.
         kind: of the graph.
-        compile_part: code of one part.
+        compile_partition: code of one partition.
         account: of the splits that pgraph makes by itself.
     """
 
     driver: Driver
     options: Options
     kind: Kind
-    compile_part: CompilePart
+    compile_partition: CompilePartition
     account: Account
 
     def whole(
-        self, gm: torch.fx.GraphModule, inputs: Sequence[Any], facts: PartFacts, memory: Memory
+        self, gm: torch.fx.GraphModule, inputs: Sequence[Any], facts: PartitionFacts, memory: Memory
     ) -> Boxed:
         """The runner of a graph that was not cut."""
         source = self._source(gm, inputs, facts, memory, 0)
-        compiled = self.compile_part(gm, inputs, None)
+        compiled = self.compile_partition(gm, inputs, None)
         return self._runner(gm, compiled, facts, memory, source)
 
-    def parts(
+    def partitions(
         self,
         split: SplitPlan,
         borders: Borders,
-        facts: Sequence[PartFacts],
+        facts: Sequence[PartitionFacts],
         memory: Memory,
         *,
         again: bool = True,
     ) -> list[Any]:
-        """The runners of a graph's parts, or of the parts of a part.
+        """The runners of a graph's partitions, or of the pieces of a partition.
 
         Args:
             borders: of `split`.
             memory: of the inputs of what was split.
-            again: whether the parts may be split once more.
+            again: whether the partitions may be split once more.
         """
         first = 0
         position_of = {slot: i for i, slot in enumerate(split.input_slots)}
-        # One part alone reads it, so that no other has it or a view of it.
+        # One partition alone reads it, so that no other has it or a view of it.
         reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
-        # `None` stands for what an earlier part made: of a gradient, perhaps. What was saved is as it was
-        # traced.
+        # `None` stands for what an earlier partition made: of a gradient, perhaps. What was saved is as it
+        # was # traced.
         unsteady = {None, *memory.gradients} if memory.gradients else set()
         runners = []
-        for call, part in zip(split.calls, facts, strict=True):
+        for call, partition in zip(split.calls, facts, strict=True):
             places = [position_of.get(slot) for slot in call.inputs]
             mine = Memory(
                 static=frozenset(i for i, place in enumerate(places) if place in memory.static),
@@ -109,11 +109,13 @@ class _Compiler:
                 ),
                 gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
             )
-            source = self._source(call.module, borders.inputs(call), part, mine, first) if again else None
+            source = (
+                self._source(call.module, borders.inputs(call), partition, mine, first) if again else None
+            )
             with compat.donating(sorted(mine.donated)):
-                compiled = borders.compile(call, self.compile_part, sorted(mine.static))
-            runners.append(self._runner(call.module, compiled, part, mine, source))
-            first += part.device_ops
+                compiled = borders.compile(call, self.compile_partition, sorted(mine.static))
+            runners.append(self._runner(call.module, compiled, partition, mine, source))
+            first += partition.device_ops
         return runners
 
     def again(
@@ -121,16 +123,16 @@ class _Compiler:
         inputs: Sequence[Any],
         gm: torch.fx.GraphModule,
         split: SplitPlan,
-        facts: Sequence[PartFacts],
+        facts: Sequence[PartitionFacts],
         memory: Memory,
     ) -> list[Any]:
-        """The runners of the parts of a part.
+        """The runners of the pieces of a partition.
 
         Args:
-            inputs: example inputs of the part.
+            inputs: example inputs of the partition.
             gm: its graph, up to date with them.
         """
-        return self.parts(split, self.borders(gm, inputs, split), facts, memory, again=False)
+        return self.partitions(split, self.borders(gm, inputs, split), facts, memory, again=False)
 
     def borders(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], split: SplitPlan) -> Borders:
         """Those of a split graph; ATen code chooses no strides."""
@@ -140,11 +142,11 @@ class _Compiler:
         self,
         module: torch.fx.GraphModule,
         inputs: Sequence[Any],
-        facts: PartFacts,
+        facts: PartitionFacts,
         memory: Memory,
         first: int,
     ) -> Source | None:
-        """What it takes to split this part once more; None if that is never done."""
+        """What it takes to split this partition once more; None if that is never done."""
         worth = facts.safe and facts.device_ops > self.options.min_ops
         if self.options.require_full_capture or not worth:
             return None
@@ -162,12 +164,12 @@ class _Compiler:
         self,
         module: torch.fx.GraphModule,
         compiled: Boxed,
-        facts: PartFacts,
+        facts: PartitionFacts,
         memory: Memory,
         source: Source | None,
     ) -> Boxed:
         if not facts.safe:
-            return PlainPart(facts, compiled)
+            return UncapturedPartition(facts, compiled)
         runner = PartitionRunner(
             facts,
             compiled,
@@ -184,68 +186,68 @@ class _Compiler:
         return runner
 
 
-def compile_parts(
+def compile_partitions(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
     kind: Kind,
-    compile_part: CompilePart,
+    compile_partition: CompilePartition,
     broken: Reason | None,
 ) -> Boxed:
-    """Unwrap what draws nothing, cut one ATen graph, compile the parts, and put a runner around them."""
+    """Unwrap what draws nothing, cut one ATen graph, compile the partitions, and put a runner around them."""
     driver = choice.choose(options.driver, gm)
     if driver is None or (unwrapped := unwrap(gm)) is None:
-        return _compile_parts(gm, example_inputs, driver, options, kind, compile_part, broken)
+        return _compile_partitions(gm, example_inputs, driver, options, kind, compile_partition, broken)
     inputs = unwrapped.inputs(example_inputs)
-    run = _compile_parts(unwrapped.module, inputs, driver, options, kind, compile_part, broken)
+    run = _compile_partitions(unwrapped.module, inputs, driver, options, kind, compile_partition, broken)
     return unwrapped.around(run)
 
 
-def _compile_parts(
+def _compile_partitions(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     driver: Driver | None,
     options: Options,
     kind: Kind,
-    compile_part: CompilePart,
+    compile_partition: CompilePartition,
     broken: Reason | None,
 ) -> Boxed:
     count_from_owners(gm)
-    parts, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
-    if not parts:
-        return compile_part(gm, example_inputs, None)
+    partitions, facts = _scan(gm, driver, options, kind, broken if kind != "backward" else None)
+    if not partitions:
+        return compile_partition(gm, example_inputs, None)
     if options.require_full_capture:
         full_capture.insist(facts)
-    for part in facts:
-        verdict = "to be captured" if part.safe else "stays outside"
-        log.info("%s: %d device ops, %s", part.name, part.device_ops, verdict)
-        for reason in part.reasons:
-            log.info("%s stays outside: %s", part.name, reason)
+    for partition in facts:
+        verdict = "to be captured" if partition.safe else "stays outside"
+        log.info("%s: %d device ops, %s", partition.name, partition.device_ops, verdict)
+        for reason in partition.reasons:
+            log.info("%s stays outside: %s", partition.name, reason)
     if driver is None:
-        compiled = compile_part(gm, example_inputs, None)
-        return compiled if facts[0].safe else compat.boxed(PlainPart(facts[0], compiled))
-    if len(parts) > 1 and options.codegen != "aten":
+        compiled = compile_partition(gm, example_inputs, None)
+        return compiled if facts[0].safe else compat.boxed(UncapturedPartition(facts[0], compiled))
+    if len(partitions) > 1 and options.codegen != "aten":
         bring_up_to_date(gm, example_inputs)
-    split = extract(gm, parts)
+    split = extract(gm, partitions)
     memory = Memory(
         static=compat.static_inputs(gm, kind == "backward"),
         donated=frozenset(compat.donated_inputs() if kind == "backward" else ()),
         gradients=tuple(compat.tangents(gm)) if kind == "backward" else (),
     )
-    compiler = _Compiler(driver, options, kind, compile_part, Account())
+    compiler = _Compiler(driver, options, kind, compile_partition, Account())
     if split.calls[0].module is gm:
         return compat.boxed(compiler.whole(gm, example_inputs, facts[0], memory))
     borders = compiler.borders(gm, example_inputs, split)
     with compat.own_output_strides() as output_strides:
-        runners = compiler.parts(split, borders, facts, memory)
+        runners = compiler.partitions(split, borders, facts, memory)
         output_strides += borders.output_strides()
     return compat.boxed(GraphRunner(split, runners))
 
 
 def _scan(
     gm: torch.fx.GraphModule, driver: Driver | None, options: Options, kind: Kind, broken: Reason | None
-) -> tuple[list[Part], list[PartFacts]]:
-    """The parts of a graph, and the facts of each."""
+) -> tuple[list[Partition], list[PartitionFacts]]:
+    """The partitions of a graph, and the facts of each."""
     judged: dict[torch.fx.Node, Reason | None] = {}
 
     def refuse(node: torch.fx.Node) -> Reason | None:
@@ -255,12 +257,12 @@ def _scan(
             judged[node] = refusal(node, device_type=driver.device.type)
         return judged[node]
 
-    parts = scan(gm.graph, refuse, min_ops=options.min_ops)
-    whole = len(parts) == 1
+    partitions = scan(gm.graph, refuse, min_ops=options.min_ops)
+    whole = len(partitions) == 1
     graph, causes = graph_facts(
-        kind, next(_numbers), gm.graph, parts, judged, min_ops=options.min_ops, broken=broken
+        kind, next(_numbers), gm.graph, partitions, judged, min_ops=options.min_ops, broken=broken
     )
-    return parts, [part_facts(graph, part, causes, whole=whole) for part in parts]
+    return partitions, [partition_facts(graph, partition, causes, whole=whole) for partition in partitions]
 
 
 def _watched(

@@ -4,7 +4,7 @@ Note [Split by itself]
 The safety rules know many ops that no graph can hold, and not all. What they miss shows when a partition is
 captured, by when its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
 its first capture is made or refused. If the refusal names an op (`pgraph.capture.culprit`), the copy is cut
-around it and all ops like it, the pieces are compiled as the parts of a graph are, and run in the
+around it and all ops like it, the pieces are compiled as the partitions of a graph are, and run in the
 partition's place: plainly first, then captured. A refused piece has the same partition cut anew, around what
 was found before, too. That happens three times per graph at most, and only before anything of the partition
 was captured.
@@ -34,7 +34,7 @@ from pgraph.capture.culprit import nodes_of
 from pgraph.compiler.borders import bring_up_to_date
 from pgraph.ops.fx import is_getitem, is_neutral, is_structural, op_name, op_of, user_line
 from pgraph.options import Options
-from pgraph.partition.facts import PartFacts, Step, respliced, split_facts
+from pgraph.partition.facts import PartitionFacts, Step, respliced, split_facts
 from pgraph.partition.split import Const, SplitPlan, extract, scan
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import registry
@@ -68,11 +68,11 @@ class Account:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Inputs of a part, by position, of which something is known.
+    """Inputs of a partition, by position, of which something is known.
 
     Args:
         static: memory that the caller keeps.
-        donated: the part's code may overwrite them.
+        donated: the partition's code may overwrite them.
         gradients: nobody guards what they are like (Note [What nobody guards]).
     """
 
@@ -92,7 +92,7 @@ class Source:
         first: device ops of the whole graph that run before it.
         traced: see `pgraph.compat.compiling_again`.
         options: of this compilation.
-        assemble: (graph, parts, facts, memory of the inputs) -> runners.
+        assemble: (graph, partitions, facts, memory of the inputs) -> runners.
     """
 
     graph: GraphModule
@@ -101,7 +101,7 @@ class Source:
     first: int
     traced: compat.Tracing
     options: Options
-    assemble: Callable[[GraphModule, SplitPlan, Sequence[PartFacts], Memory], list[Any]]
+    assemble: Callable[[GraphModule, SplitPlan, Sequence[PartitionFacts], Memory], list[Any]]
 
 
 class Piece:
@@ -135,7 +135,7 @@ class Piece:
         """Its capture was refused: split, if that helps. Call it in its turn and without locks.
 
         Returns:
-            None if others run in its place now; else why it runs plainly from now on.
+            None if others run in its place now; else why it runs uncaptured from now on.
         """
         return self._splitter.refused(self, reason, culprit)
 
@@ -166,7 +166,7 @@ class Splitter:
         self._watch([(owner, self._body)])
 
     def settled(self, piece: Piece, reason: Reason | None) -> bool:
-        """A piece is captured (no reason), or runs plainly for good.
+        """A piece is captured (no reason), or runs uncaptured for good.
 
         Returns:
             Whether the partition is back in place of its pieces.
@@ -230,8 +230,11 @@ class Splitter:
             choices.insert(0, [node for node in self._body if op_name(op_of(node)) in names])
         for chosen in choices if alike else ():
             refused = {**self._refused, **{node: _kept_outside(reason, node) for node in chosen}}
-            parts = scan(self._source.graph.graph, refused.get, min_ops=self._source.options.min_ops)
-            if any(part.safe and not set(part.nodes).isdisjoint(piece.nodes) for part in parts):
+            partitions = scan(self._source.graph.graph, refused.get, min_ops=self._source.options.min_ops)
+            if any(
+                partition.safe and not set(partition.nodes).isdisjoint(piece.nodes)
+                for partition in partitions
+            ):
                 if self.account.splits >= SPLITS:
                     raise _Declined(f"pgraph has split the graph {amount(SPLITS, 'time')} already")
                 self.account.splits += 1
@@ -250,12 +253,12 @@ class Splitter:
         with compat.compiling_again(source.traced) as assumes_more:
             if source.options.codegen != "aten":
                 bring_up_to_date(graph, source.inputs)
-            parts = scan(graph.graph, refused.get, min_ops=source.options.min_ops)
-            facts = split_facts(owner.stats.facts, source.first, parts, refused)
-            split = extract(graph, parts)
+            partitions = scan(graph.graph, refused.get, min_ops=source.options.min_ops)
+            facts = split_facts(owner.stats.facts, source.first, partitions, refused)
+            split = extract(graph, partitions)
             runners = source.assemble(graph, split, facts, source.memory)
             if assumes_more():
-                raise _Declined("its parts would be right for some sizes only")
+                raise _Declined("its partitions would be right for some sizes only")
         run: Boxed = GraphRunner(split, runners)
         if source.options.codegen != "aten":
             run = as_before(run, split, owner.code, [runner.code for runner in runners])
@@ -268,7 +271,9 @@ class Splitter:
         self._seconds += time.perf_counter() - start
         runners[0].stats.splits, runners[0].stats.split_s = self._splits, self._seconds
         registry.renew(facts[0].graph)
-        safe = [(r, p.nodes) for r, p in zip(runners, parts, strict=True) if isinstance(r, PartitionRunner)]
+        safe = [
+            (r, p.nodes) for r, p in zip(runners, partitions, strict=True) if isinstance(r, PartitionRunner)
+        ]
         self._watch(safe)
         owner.replace(run)
 

@@ -25,19 +25,20 @@ def dense(size: Sequence[Any]) -> Strides:
 def keep_strides(
     code: _Code, inputs: Sequence[Any], outputs: Sequence[Any], promised: Mapping[int, Strides | None]
 ) -> _Code:
-    """`code`, which Inductor made of a part, with results of certain strides: copies, where they have others.
+    """`code`, which Inductor made of a partition, with results of certain strides: copies, where they have
+    others.
 
     Note [Strides that depend on data]
     Inductor reports the strides of what it returns, but not where they hold a number that only the data
     tell (the transposed result of `nonzero`, as many rows as there are): there it chooses what it likes. The
-    next part would then stop at Inductor's check of its inputs, or compute on them wrongly if that was
+    next partition would then stop at Inductor's check of its inputs, or compute on them wrongly if that was
     switched off.
 
     Such strides are made anew from today's sizes. A stride that the trace had is left alone if its numbers
-    are not among the sizes of the part's arguments and results.
+    are not among the sizes of the partition's arguments and results.
 
     Args:
-        inputs: traced arguments of the part.
+        inputs: traced arguments of the partition.
         outputs: traced results.
         promised: by position among the results: strides, or None for those of a tensor without gaps.
     """

@@ -21,7 +21,7 @@ NOT_ON_A_DEVICE = Reason(
     "the graph's tensors are on the CPU, where there is nothing to capture",
     "move the model and its inputs to CUDA, or try the mechanism on the CPU with options={'driver': 'host'}",
 )
-""" Why a graph for which `choose` finds no driver runs plainly."""
+""" Why a graph for which `choose` finds no driver runs uncaptured."""
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -84,7 +84,7 @@ def _notice_once() -> None:
     if not _noticed:
         _noticed = True
         log.warning(
-            "pgraph has nothing to capture for CPU tensors: they run plainly "
+            "pgraph has nothing to capture for CPU tensors: they run uncaptured "
             "(options={'driver': 'host'} tries the mechanism on the CPU)"
         )
 

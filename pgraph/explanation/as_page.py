@@ -1,4 +1,4 @@
-"""An explanation as one page: a bar per part, in the order in which they run. No script, no network."""
+"""An explanation as one page: a bar per partition, in the order in which they run. No script, no network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 
 from pgraph.explanation import as_text
 from pgraph.explanation.as_text import place
-from pgraph.explanation.findings import Findings, PartExplanation
+from pgraph.explanation.findings import Findings, PartitionExplanation
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
@@ -15,9 +15,9 @@ __all__ = ["render"]
 # State -> (colour, mark): the mark tells them apart without colours too.
 _LOOKS = {
     "captured": ("#2e7d32", "●"),
-    "plain": ("#c62828", "○"),
+    "uncaptured": ("#c62828", "○"),
     "too small": ("#ef6c00", "◌"),
-    "fallen back": ("#6a1b9a", "✕"),
+    "refused": ("#6a1b9a", "✕"),
     "warming up": ("#546e7a", "…"),
     "not run": ("#9e9e9e", "-"),
 }
@@ -50,12 +50,12 @@ def render(explanation: Findings, *, times: bool) -> str:
         )
         body.append("<h2>What to change first</h2>")
         body.append(f"<table><tr><th></th><th>device ops gained</th><th>what</th></tr>{rows}</table>")
-    graphs: dict[int, list[PartExplanation]] = {}
-    for part in explanation.parts:
-        graphs.setdefault(part.graph, []).append(part)
-    for number, parts in graphs.items():
-        body.append(f"<h2>{parts[0].kind} {number}</h2>")
-        body.append(f'<div class="row">{"".join(_bar(part, times) for part in parts)}</div>')
+    graphs: dict[int, list[PartitionExplanation]] = {}
+    for partition in explanation.partitions:
+        graphs.setdefault(partition.graph, []).append(partition)
+    for number, partitions in graphs.items():
+        body.append(f"<h2>{partitions[0].kind} {number}</h2>")
+        body.append(f'<div class="row">{"".join(_bar(partition, times) for partition in partitions)}</div>')
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>pgraph</title><style>{_STYLE}</style></head>\n'
@@ -63,20 +63,25 @@ def render(explanation: Findings, *, times: bool) -> str:
     )
 
 
-def _bar(part: PartExplanation, times: bool) -> str:
-    colour, mark = _LOOKS[part.state]
-    took = f"{part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
-    weight = (part.seconds or 0.0) * 1e6 if times else float(part.device_ops * max(part.calls, 1))
-    facts = [f"{part.name}: {part.state}", amount(part.device_ops, "device op"), took]
-    if part.kernels is not None:
-        slots = sum(number for _, number in part.slots)
+def _bar(partition: PartitionExplanation, times: bool) -> str:
+    colour, mark = _LOOKS[partition.state]
+    took = f"{partition.seconds * 1e6:,.0f} us" if times and partition.seconds is not None else ""
+    weight = (
+        (partition.seconds or 0.0) * 1e6 if times else float(partition.device_ops * max(partition.calls, 1))
+    )
+    facts = [f"{partition.name}: {partition.state}", amount(partition.device_ops, "device op"), took]
+    if partition.kernels is not None:
+        slots = sum(number for _, number in partition.slots)
         facts.append(
-            f"{amount(part.kernels, 'kernel')} in {amount(part.chunks, 'chunk')}, {amount(slots, 'slot')}"
+            f"{amount(partition.kernels, 'kernel')} in {amount(partition.chunks, 'chunk')}, "
+            f"{amount(slots, 'slot')}"
         )
-    for reason in part.reasons:
+    for reason in partition.reasons:
         facts += [f"[{reason.code}] {reason.sentence}", place(reason) or "", f"fix: {reason.fix}"]
     title = _escape("\n".join(fact for fact in facts if fact))
-    label = _escape(f"{mark} part {part.place}: {amount(part.device_ops, 'op')} {took}".rstrip())
+    label = _escape(
+        f"{mark} partition {partition.place}: {amount(partition.device_ops, 'op')} {took}".rstrip()
+    )
     style = f"flex:{max(weight, 0.1):.1f};background:{colour}"
     return f'<div class="bar" style="{style}" title="{title}">{label}</div>'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 
-from pgraph.explanation.findings import Change, Findings, PartExplanation
+from pgraph.explanation.findings import Change, Findings, PartitionExplanation
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
@@ -21,11 +21,11 @@ def render(explanation: Findings, *, times: bool) -> str:
         for number, change in enumerate(explanation.changes, 1):
             lines += _change(number, change, explanation, times)
     graph = None
-    for part in explanation.parts:
-        if part.graph != graph:
-            lines += ["", f"{part.kind} {part.graph}"]
-            graph = part.graph
-        lines += _part(part, times)
+    for partition in explanation.partitions:
+        if partition.graph != graph:
+            lines += ["", f"{partition.kind} {partition.graph}"]
+            graph = partition.graph
+        lines += _partition(partition, times)
     return "\n".join(lines) + "\n"
 
 
@@ -39,12 +39,12 @@ def place(reason: Reason) -> str | None:
 
 
 def _summary(explanation: Findings, times: bool) -> list[str]:
-    run = [p for p in explanation.parts if p.calls]
+    run = [p for p in explanation.partitions if p.calls]
     captured = sum(p.state == "captured" for p in run)
-    verdict = f"{captured} of {len(run)} parts captured"
+    verdict = f"{captured} of {len(run)} partitions captured"
     if explanation.complete:
         verdict = "all that is compiled is captured"
-    if not explanation.parts:
+    if not explanation.partitions:
         verdict = "nothing was compiled"
     cuts = len(explanation.breaks)
     shares = [f"device ops {_share(*explanation.device_ops)}", f"kernels {_share(*explanation.kernels)}"]
@@ -76,7 +76,7 @@ def _change(number: int, change: Change, explanation: Findings, times: bool) -> 
     else:
         gain = f"{amount(change.ops, 'more device op')} captured"
         if change.graphs > 0:
-            gain += f", {amount(change.graphs, 'part')} fewer"
+            gain += f", {amount(change.graphs, 'partition')} fewer"
         if times and change.seconds:
             gain += f", of {change.seconds * 1e6:,.0f} us outside now"
     lines = [f"  {number}. {gain}"]
@@ -91,26 +91,29 @@ def _reason(reason: Reason, indent: str) -> list[str]:
     return lines
 
 
-def _part(part: PartExplanation, times: bool) -> list[str]:
-    calls = f" x {part.calls}" if part.calls > 1 else ""
-    took = f", {part.seconds * 1e6:,.0f} us" if times and part.seconds is not None else ""
-    lines = [f"  part {part.place}: {part.state}{calls}, {amount(part.device_ops, 'device op')}{took}"]
-    if part.ops:
-        lines.append(f"    ops: {_ops(part.ops)}")
-    if part.kernels is not None:
-        slots = ", ".join(f"{count} {kind}" for kind, count in part.slots)
+def _partition(partition: PartitionExplanation, times: bool) -> list[str]:
+    calls = f" x {partition.calls}" if partition.calls > 1 else ""
+    took = f", {partition.seconds * 1e6:,.0f} us" if times and partition.seconds is not None else ""
+    lines = [
+        f"  partition {partition.place}: {partition.state}{calls}, "
+        f"{amount(partition.device_ops, 'device op')}{took}"
+    ]
+    if partition.ops:
+        lines.append(f"    ops: {_ops(partition.ops)}")
+    if partition.kernels is not None:
+        slots = ", ".join(f"{count} {kind}" for kind, count in partition.slots)
         lines.append(
-            f"    {amount(part.captures, 'capture')}: {amount(part.kernels, 'kernel')}; slots {slots}; "
-            f"{part.exec_bytes:,} B of execs"
+            f"    {amount(partition.captures, 'capture')}: {amount(partition.kernels, 'kernel')}; "
+            f"slots {slots}; {partition.exec_bytes:,} B of execs"
         )
         lines.append(
-            f"    plan: {amount(part.chunks, 'chunk')}, {amount(part.blocks, 'block')}, "
-            f"peak {part.plan_peak:,} B, eager {part.eager_peak:,} B"
+            f"    plan: {amount(partition.chunks, 'chunk')}, {amount(partition.blocks, 'block')}, "
+            f"peak {partition.plan_peak:,} B, eager {partition.eager_peak:,} B"
         )
-    if part.splits:
-        cost = f", in {part.split_s:.1f} s" if times else ""
-        lines.append(f"    split by pgraph itself {amount(part.splits, 'time')}{cost}")
-    for reason in part.reasons:
+    if partition.splits:
+        cost = f", in {partition.split_s:.1f} s" if times else ""
+        lines.append(f"    split by pgraph itself {amount(partition.splits, 'time')}{cost}")
+    for reason in partition.reasons:
         lines += _reason(reason, " " * 4)
     return lines
 

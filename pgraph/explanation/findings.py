@@ -11,19 +11,19 @@ from pgraph.partition.causes import SEEDS
 from pgraph.reasons import Reason
 from pgraph.runtime import statistics
 
-__all__ = ["Change", "Findings", "PartExplanation"]
+__all__ = ["Change", "Findings", "PartitionExplanation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PartExplanation:
+class PartitionExplanation:
     """One part of one graph.
 
     Args:
-        name: as in the log, e.g. ``"backward 1, part 0"``.
+        name: as in the log, e.g. ``"backward 1, partition 0"``.
         kind: "forward", "backward" or "inference".
         graph: number of the graph in this process.
-        part: position in the graph.
-        state: "captured", "plain", "too small", "fallen back", "warming up" or "not run".
+        partition: position in the graph.
+        state: "captured", "uncaptured", "too small", "refused", "warming up" or "not run".
         ops: (name, count) of its device ops.
         kernels: nodes of the capture in use; None if there is none.
         captures: made so far, one per set of sizes and alignments.
@@ -36,15 +36,15 @@ class PartExplanation:
         calls: in one step.
         seconds: of host time in one step, all calls together; None if it did not run.
         reasons: why it is not captured.
-        piece: position in what pgraph made of the part when it split it by itself; None if it did not.
-        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        piece: position in what pgraph made of the partition when it split it by itself; None if it did not.
+        splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
     """
 
     name: str
     kind: str
     graph: int
-    part: int
+    partition: int
     state: statistics.State
     ops: tuple[tuple[str, int], ...]
     kernels: int | None
@@ -64,8 +64,8 @@ class PartExplanation:
 
     @property
     def place(self) -> str:
-        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
-        return f"{self.part}" if self.piece is None else f"{self.part}.{self.piece}"
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if partition 2 was split once more."""
+        return f"{self.partition}" if self.piece is None else f"{self.partition}.{self.piece}"
 
     @property
     def device_ops(self) -> int:
@@ -79,8 +79,8 @@ class Change:
     Args:
         reason: with the fix.
         ops: device ops that would be captured in addition, over all graphs.
-        graphs: parts that would be left between these graphs, less than now.
-        seconds: host time per step of the parts that it keeps outside.
+        graphs: partitions that would be left between these graphs, less than now.
+        seconds: host time per step of the partitions that it keeps outside.
     """
 
     reason: Reason
@@ -94,7 +94,7 @@ class Findings:
     """What `explain` found.
 
     Args:
-        parts: in the order in which they ran, then those that did not run.
+        partitions: in the order in which they ran, then those that did not run.
         breaks: graph breaks: Python runs between two graphs.
         changes: what to change, the most rewarding first.
         uncompiled: (name, count) of the ops of one step that run outside compiled code.
@@ -102,7 +102,7 @@ class Findings:
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
     """
 
-    parts: tuple[PartExplanation, ...]
+    partitions: tuple[PartitionExplanation, ...]
     breaks: tuple[Reason, ...]
     changes: tuple[Change, ...]
     uncompiled: tuple[tuple[str, int], ...]
@@ -111,18 +111,18 @@ class Findings:
 
     @property
     def exec_bytes(self) -> int:
-        """Device memory held for all execs of all parts."""
-        return sum(p.exec_bytes for p in self.parts)
+        """Device memory held for all execs of all partitions."""
+        return sum(p.exec_bytes for p in self.partitions)
 
     @property
     def complete(self) -> bool:
         """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
         done = all(
             p.state == "captured" or (p.reasons and all(r.code == SEEDS for r in p.reasons))
-            for p in self.parts
+            for p in self.partitions
             if p.state != "not run" and p.device_ops
         )
-        return done and bool(self.parts) and not self.breaks
+        return done and bool(self.partitions) and not self.breaks
 
     @property
     def device_ops(self) -> tuple[int, int]:
@@ -136,12 +136,14 @@ class Findings:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(in launches, in all parts) seconds of host time of one step."""
+        """(in launches, in all partitions) seconds of host time of one step."""
         captured, total = self._shares(lambda p: p.seconds or 0.0)
         return captured, total
 
-    def _shares(self, of: Callable[[PartExplanation], Any]) -> tuple[Any, Any]:
-        return sum(of(p) for p in self.parts if p.state == "captured"), sum(of(p) for p in self.parts)
+    def _shares(self, of: Callable[[PartitionExplanation], Any]) -> tuple[Any, Any]:
+        return sum(of(p) for p in self.partitions if p.state == "captured"), sum(
+            of(p) for p in self.partitions
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, fit for `json.dumps`."""
@@ -152,7 +154,7 @@ class Findings:
             "exec_bytes": self.exec_bytes,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
             **{name: {"captured": part, "all": whole} for name, (part, whole) in shares.items()},
-            "parts": [
+            "partitions": [
                 {
                     **dataclasses.asdict(p),
                     "device_ops": p.device_ops,
@@ -160,7 +162,7 @@ class Findings:
                     "slots": dict(p.slots),
                     "reasons": [dataclasses.asdict(r) for r in p.reasons],
                 }
-                for p in self.parts
+                for p in self.partitions
             ],
             "uncompiled": dict(self.uncompiled),
             "breaks": [dataclasses.asdict(r) for r in self.breaks],

@@ -1,6 +1,6 @@
 """`pgraph.explain`: run a program for real until nothing new is captured, and look at what ran.
 
-Every part that runs is watched (`pgraph.runtime.observe`); what comes of it is an `Explanation`.
+Every partition that runs is watched (`pgraph.runtime.observe`); what comes of it is an `Explanation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pgraph.compiler.graph_breaks import from_log
 from pgraph.drivers import choice
 from pgraph.errors import OptionError
 from pgraph.explanation.explanation import Explanation
-from pgraph.explanation.findings import Change, PartExplanation
+from pgraph.explanation.findings import Change, PartitionExplanation
 from pgraph.options import parse
 from pgraph.partition import facts
 from pgraph.reasons import Reason
@@ -71,7 +71,7 @@ class _Session:
         self._history: list[list[observe.Run]] = []
 
     def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
-        known = {id(part) for part in registry.live_parts()}
+        known = {id(partition) for partition in registry.live_partitions()}
         with compat.hearing_graph_breaks() as heard:
             self._prepare(args, kwargs, heard)
             if self._steps is not None:
@@ -83,21 +83,23 @@ class _Session:
                     self._step(args, kwargs)
                 measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
             between = observe.count_ops(lambda: self._fn(*args, **kwargs))
-        live = set(registry.live_parts())  # those that were split are gone
-        seen = [p for p in dict.fromkeys(run.part for step in self._history for run in step) if p in live]
-        numbers = {part.stats.facts.graph.number for part in seen}
+        live = set(registry.live_partitions())  # those that were split are gone
+        seen = [
+            p for p in dict.fromkeys(run.partition for step in self._history for run in step) if p in live
+        ]
+        numbers = {partition.stats.facts.graph.number for partition in seen}
         idle = [
             p
-            for p in registry.live_parts()
+            for p in registry.live_partitions()
             if p not in seen and (id(p) not in known or p.stats.facts.graph.number in numbers)
         ]
-        parts = tuple(_part(part, measured) for part in (*seen, *idle))
+        partitions = tuple(_partition(partition, measured) for partition in (*seen, *idle))
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
-        calls = {p.graph: p.calls for p in reversed(parts)}
+        calls = {p.graph: p.calls for p in reversed(partitions)}
         found = _breaks(graphs, heard)
-        changes = _changes(parts, graphs, calls, found)
+        changes = _changes(partitions, graphs, calls, found)
         steps = len(self._history) + 1
-        return Explanation(parts, found, changes, tuple(between.items()), steps, choice.ghost_peaks())
+        return Explanation(partitions, found, changes, tuple(between.items()), steps, choice.ghost_peaks())
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
         """Compile the program, unless its first run shows that it is compiled already.
@@ -132,28 +134,28 @@ class _Session:
         """Everything that can be captured was launched, or nothing has changed for a while."""
         if len(self._history) < 2:
             return False
-        shapes = [[(id(run.part), run.launched) for run in step] for step in self._history]
+        shapes = [[(id(run.partition), run.launched) for run in step] for step in self._history]
         if shapes[-1] != shapes[-2]:
             return False
-        waiting = [r for r in self._history[-1] if not r.launched and _may_launch(r.part)]
+        waiting = [r for r in self._history[-1] if not r.launched and _may_launch(r.partition)]
         return not waiting or (len(shapes) > 5 and all(shape == shapes[-1] for shape in shapes[-5:]))
 
 
-def _may_launch(part: Any) -> bool:
-    return bool(part.stats.facts.safe and part.stats.reason is None)
+def _may_launch(partition: Any) -> bool:
+    return bool(partition.stats.facts.safe and partition.stats.reason is None)
 
 
-def _part(part: Any, measured: Sequence[Sequence[observe.Run]]) -> PartExplanation:
-    counters: statistics.PartitionStats = part.stats
+def _partition(partition: Any, measured: Sequence[Sequence[observe.Run]]) -> PartitionExplanation:
+    counters: statistics.PartitionStats = partition.stats
     known = counters.facts
-    times = [[run.seconds for run in step if run.part is part] for step in measured]
-    template = part.template() if known.safe else None
+    times = [[run.seconds for run in step if run.partition is partition] for step in measured]
+    template = partition.template() if known.safe else None
     kinds = [template.regions[slot.region].kind for slot in template.slots] if template else []
-    return PartExplanation(
+    return PartitionExplanation(
         name=counters.name,
         kind=known.graph.kind,
         graph=known.graph.number,
-        part=known.index or 0,
+        partition=known.index or 0,
         piece=known.piece,
         state=counters.state,
         ops=known.ops,
@@ -182,7 +184,7 @@ def _breaks(graphs: Iterable[facts.GraphFacts], heard: Iterable[str]) -> tuple[R
 
 
 def _changes(
-    parts: Sequence[PartExplanation],
+    partitions: Sequence[PartitionExplanation],
     graphs: Sequence[facts.GraphFacts],
     calls: dict[int, int],
     breaks: Sequence[Reason],
@@ -201,15 +203,15 @@ def _changes(
                 now, then = facts.captured_ops(graph), facts.captured_ops(graph, without=reason)
                 ops += (then[0] - now[0]) * max(calls.get(graph.number, 1), 1)
                 fewer += now[1] - then[1]
-        changes.append(Change(reason, ops, fewer, _seconds(parts, key)))
-    for part in parts:
-        if part.state == "fallen back":
-            key = facts.same_cause(part.reasons[-1])
-            ops = part.device_ops * max(part.calls, 1)
-            changes.append(Change(part.reasons[-1], ops, 0, part.seconds or 0.0))
+        changes.append(Change(reason, ops, fewer, _seconds(partitions, key)))
+    for partition in partitions:
+        if partition.state == "refused":
+            key = facts.same_cause(partition.reasons[-1])
+            ops = partition.device_ops * max(partition.calls, 1)
+            changes.append(Change(partition.reasons[-1], ops, 0, partition.seconds or 0.0))
     changes.sort(key=lambda c: (-c.ops, -c.graphs))
     return (*(Change(reason, 0, 0, 0.0) for reason in breaks), *changes)
 
 
-def _seconds(parts: Iterable[PartExplanation], key: tuple[str, ...]) -> float:
-    return sum(p.seconds or 0.0 for p in parts if any(facts.same_cause(r) == key for r in p.reasons))
+def _seconds(partitions: Iterable[PartitionExplanation], key: tuple[str, ...]) -> float:
+    return sum(p.seconds or 0.0 for p in partitions if any(facts.same_cause(r) == key for r in p.reasons))

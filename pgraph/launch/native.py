@@ -46,7 +46,7 @@ def native_call(
 
     Args:
         launcher: laid out for the same capture.
-        tensors, others, traits: see `pgraph.runtime.specialization.Variant`.
+        tensors, others, traits: see `pgraph.runtime.specialization.Specialization`.
     """
     built = launcher.built
     module, calls, shims = libraries.load_call(), built.driver.native_calls(), compat.tensor_shims()

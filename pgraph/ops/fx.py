@@ -27,10 +27,10 @@ __all__ = [
     "argument",
     "describe",
     "input_values",
-    "is_foreign",
+    "is_builtin",
+    "is_custom",
     "is_getitem",
     "is_neutral",
-    "is_own",
     "is_structural",
     "is_token",
     "op_name",
@@ -141,14 +141,14 @@ def op_name(op: Any) -> str:
     return str(getattr(op, "__name__", None) or op)
 
 
-def is_own(op: Any) -> bool:
+def is_builtin(op: Any) -> bool:
     """Whether the op is PyTorch's own, written by hand: its sources tell what it does."""
     return isinstance(op, OpOverload) and op.namespace in _OWN_NAMESPACES
 
 
-def is_foreign(op: Any) -> bool:
+def is_custom(op: Any) -> bool:
     """Whether the op is somebody else's than PyTorch's: a custom op, whose code nobody here knows."""
-    return isinstance(op, OpOverload) and not is_own(op)
+    return isinstance(op, OpOverload) and not is_builtin(op)
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -172,7 +172,7 @@ ATTENTION_OPS: Final = _aten(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
-# Their seed and offset are on the host in a plain run, and on the device in a capture.
+# Their seed and offset are on the host in an uncaptured run, and on the device in a capture.
 HOST_SEEDS: Final = _aten("_efficient_attention_forward", "_scaled_dot_product_efficient_attention")
 
 # Op -> (argument, value): with this constant the op asks no generator for anything, as its sources say.

@@ -117,8 +117,8 @@ def _unsafe_subgraph(node: Node, device_type: str) -> Reason | None:
 
 def _attribute(node: Node) -> Any:
     value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
     return value
 
 

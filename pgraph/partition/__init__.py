@@ -1,1 +1,1 @@
-"""Where an ATen graph is cut, and what is remembered of each part when the graph is gone."""
+"""Where an ATen graph is cut, and what is remembered of each partition when the graph is gone."""

@@ -1,4 +1,4 @@
-"""What is known about a graph and its parts when they are compiled: strings and numbers only.
+"""What is known about a graph and its partitions when they are compiled: strings and numbers only.
 
 The facts outlive the FX graph: a report must not keep a model, a module or a tensor alive. They hold
 enough of the order of ops to answer "what would be captured if this reason were gone?" (`captured_ops`).
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from torch.fx import Graph, Node
 
 from pgraph.ops.fx import (
-    is_foreign,
+    is_custom,
     is_neutral,
     op_name,
     op_of,
@@ -22,16 +22,16 @@ from pgraph.ops.fx import (
 )
 from pgraph.partition.causes import SEEDS, causes_of
 from pgraph.partition.module_names import module_of
-from pgraph.partition.split import Part
+from pgraph.partition.split import Partition
 from pgraph.reasons import Reason
 
 __all__ = [
     "GraphFacts",
-    "PartFacts",
+    "PartitionFacts",
     "Step",
     "captured_ops",
     "graph_facts",
-    "part_facts",
+    "partition_facts",
     "respliced",
     "same_cause",
     "split_facts",
@@ -81,13 +81,13 @@ class GraphFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PartFacts:
+class PartitionFacts:
     """One part of a graph.
 
     Args:
         graph: the graph that it is a part of.
-        index: position among the parts; None if the graph was not cut.
-        piece: position among what pgraph made of a part when it split it by itself.
+        index: position among the partitions; None if the graph was not cut.
+        piece: position among what pgraph made of a partition when it split it by itself.
         safe: whether it may be captured.
         ops: (name, count) of its device ops, in order of first use.
         reasons: why it may not be captured.
@@ -108,11 +108,11 @@ class PartFacts:
 
     @property
     def name(self) -> str:
-        return self.graph.name if self.index is None else f"{self.graph.name}, part {self.place}"
+        return self.graph.name if self.index is None else f"{self.graph.name}, partition {self.place}"
 
     @property
     def place(self) -> str:
-        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if part 2 was split once more."""
+        """Where it stands in its graph: ``"2"``, or ``"2.1"`` if partition 2 was split once more."""
         return f"{self.index or 0}" if self.piece is None else f"{self.index or 0}.{self.piece}"
 
     @property
@@ -147,7 +147,7 @@ def graph_facts(
     kind: Kind,
     number: int,
     graph: Graph,
-    parts: Sequence[Part],
+    partitions: Sequence[Partition],
     judged: Mapping[Node, Reason | None],
     *,
     min_ops: int,
@@ -156,17 +156,17 @@ def graph_facts(
     """The facts of a graph, and for each refused node the reason at the root of it.
 
     Args:
-        parts: of `graph`, in order.
+        partitions: of `graph`, in order.
         judged: what the safety rules said of each node.
     """
     causes = causes_of(graph, judged)
-    return GraphFacts(kind, number, min_ops, _steps(parts, causes), broken), causes
+    return GraphFacts(kind, number, min_ops, _steps(partitions, causes), broken), causes
 
 
-def _steps(parts: Sequence[Part], causes: Mapping[Node, Reason]) -> tuple[Step, ...]:
+def _steps(partitions: Sequence[Partition], causes: Mapping[Node, Reason]) -> tuple[Step, ...]:
     steps: list[Step] = []
-    for part in parts:
-        for node in part.nodes:
+    for partition in partitions:
+        for node in partition.nodes:
             reason = causes.get(node)
             if reason is None and is_neutral(node):
                 continue
@@ -178,22 +178,22 @@ def _steps(parts: Sequence[Part], causes: Mapping[Node, Reason]) -> tuple[Step, 
 
 
 def split_facts(
-    whole: PartFacts, first: int, parts: Sequence[Part], refused: Mapping[Node, Reason]
-) -> list[PartFacts]:
-    """The facts of the parts of a part; they have new facts of the graph in common.
+    whole: PartitionFacts, first: int, partitions: Sequence[Partition], refused: Mapping[Node, Reason]
+) -> list[PartitionFacts]:
+    """The facts of the pieces of a partition; they have new facts of the graph in common.
 
     Args:
-        whole: the part that was split.
+        whole: the partition that was split.
         first: device ops of the graph that run before it.
-        parts: of its nodes, in order.
+        partitions: of its nodes, in order.
         refused: why nodes stay outside.
     """
-    graph = respliced(whole.graph, first, whole.device_ops, _steps(parts, refused))
+    graph = respliced(whole.graph, first, whole.device_ops, _steps(partitions, refused))
     found = []
-    for part in parts:
-        facts = part_facts(graph, part, refused, whole=False)
+    for partition in partitions:
+        facts = partition_facts(graph, partition, refused, whole=False)
         if whole.index is not None:
-            facts = dataclasses.replace(facts, index=whole.index, piece=part.index)
+            facts = dataclasses.replace(facts, index=whole.index, piece=partition.index)
         found.append(facts)
     return found
 
@@ -211,37 +211,39 @@ def respliced(graph: GraphFacts, first: int, ops: int, steps: Sequence[Step]) ->
     return dataclasses.replace(graph, steps=(*before, *steps, *after))
 
 
-def part_facts(graph: GraphFacts, part: Part, causes: Mapping[Node, Reason], *, whole: bool) -> PartFacts:
-    """The facts of one part; `whole` if it is the only one."""
-    ops = Counter(op_name(op_of(node)) for node in part.nodes if node in causes or not is_neutral(node))
+def partition_facts(
+    graph: GraphFacts, partition: Partition, causes: Mapping[Node, Reason], *, whole: bool
+) -> PartitionFacts:
+    """The facts of one partition; `whole` if it is the only one."""
+    ops = Counter(op_name(op_of(node)) for node in partition.nodes if node in causes or not is_neutral(node))
     # What the rules say of a node, but once per cause; then what the partitioner added.
     reasons: dict[Any, Reason] = {}
-    for node in part.nodes:
+    for node in partition.nodes:
         if node in causes:
             reasons.setdefault(_kind(causes[node]), causes[node])
-    for reason in part.reasons:
+    for reason in partition.reasons:
         if reason.code == "too-small":
             reasons.setdefault(_kind(reason), reason)
-    if part.safe:
+    if partition.safe:
         reasons.clear()
-    return PartFacts(
+    return PartitionFacts(
         graph,
-        None if whole else part.index,
-        part.safe,
+        None if whole else partition.index,
+        partition.safe,
         tuple(ops.items()),
         tuple(reasons.values()),
-        *_places(part),
-        module=module_of(part.nodes),
+        *_places(partition),
+        module=module_of(partition.nodes),
     )
 
 
-def _places(part: Part) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Where the part's ops stand in the user's code, and which of them are custom ops."""
+def _places(partition: Partition) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Where the partition's ops stand in the user's code, and which of them are custom ops."""
     places: dict[str, str] = {}
     foreign: dict[str, None] = {}
-    for node in part.nodes:
+    for node in partition.nodes:
         name = op_name(op_of(node))
-        if is_foreign(op_of(node)):
+        if is_custom(op_of(node)):
             foreign[name] = None
         if name not in places and not is_neutral(node) and (where := user_line(node)) is not None:
             places[name] = where
@@ -261,7 +263,7 @@ def _kind(reason: Reason) -> tuple[str, ...]:
 
 
 def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int, int]:
-    """(device ops in captured parts, number of parts) if all of `without`'s cause were gone."""
+    """(device ops in captured partitions, number of partitions) if all of `without`'s cause were gone."""
     gone = same_cause(without) if without is not None else None
     runs: list[list[Any]] = []
     for step in graph.steps:
@@ -273,8 +275,8 @@ def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int,
     if len(runs) > 1:
         for run in runs:
             run[0] = run[0] and run[1] >= graph.min_ops
-    parts = sum(i == 0 or runs[i - 1][0] != run[0] for i, run in enumerate(runs))
-    return sum(ops for safe, ops in runs if safe), parts
+    partitions = sum(i == 0 or runs[i - 1][0] != run[0] for i, run in enumerate(runs))
+    return sum(ops for safe, ops in runs if safe), partitions
 
 
 # -- causes --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Names for the profiler: which part runs, how, and which of the user's modules it comes from.
+"""Names for the profiler: which partition runs, how, and which of the user's modules it comes from.
 
-While a profiler is active, each plain run, capture and launch of a part runs under a
-`record_function` range such as ``pgraph::launch forward 0, part 2: Block layers.3``. With no
+While a profiler is active, each uncaptured run, capture and launch of a partition runs under a
+`record_function` range such as ``pgraph::launch forward 0, partition 2: Block layers.3``. With no
 profiler it costs the question whether there is one.
 """
 

@@ -1,7 +1,7 @@
-"""Cut an ATen graph into contiguous parts, and each part out as a module of its own.
+"""Cut an ATen graph into contiguous partitions, and each partition out as a module of its own.
 
-`scan` keeps program order, which is what keeps in-place ops right: the stock partitioners order parts
-by data edges alone, and may run a mutation ahead of an earlier read. `extract` turns the parts into
+`scan` keeps program order, which is what keeps in-place ops right: the stock partitioners order partitions
+by data edges alone, and may run a mutation ahead of an earlier read. `extract` turns the partitions into
 calls over a flat list of value slots, so that an executor needs a list and a loop.
 """
 
@@ -21,7 +21,7 @@ from pgraph.ops import op_names
 from pgraph.ops.fx import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
 from pgraph.reasons import Reason
 
-__all__ = ["Call", "Const", "Part", "SplitPlan", "extract", "scan", "twin"]
+__all__ = ["Call", "Const", "Partition", "SplitPlan", "extract", "scan", "twin"]
 
 Refuse = Callable[[Node], Reason | None]
 
@@ -30,11 +30,11 @@ _DRAWING_CODES = frozenset({"rng", "rng-state", "higher-order"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """A run of nodes, in the order in which they run.
 
     Args:
-        index: position among the parts.
+        index: position among the partitions.
         safe: whether the run may be captured.
         nodes: the graph's own nodes, without placeholders, attributes and the output.
         reasons: why it may not; empty when it may.
@@ -55,17 +55,17 @@ class Const:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One part as a module, and the slots it reads, writes and is the last to read.
+    """One partition as a module, and the slots it reads, writes and is the last to read.
 
     Args:
-        part: what was cut out.
+        partition: what was cut out.
         module: takes the input slots in order, returns a tuple with one value for each output slot.
         inputs: slots handed over.
         outputs: slots filled.
         last_use: slots that nothing reads after this call; the graph's outputs are never among them.
     """
 
-    part: Part
+    partition: Partition
     module: GraphModule
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -102,7 +102,7 @@ class _Run:
 # --- scan
 
 
-def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Part]:
+def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Partition]:
     """Cut `graph` into maximal runs of safe and unsafe nodes, in program order.
 
     Neutral nodes join the run they sit in, getitem its producer's. A safe run with fewer than
@@ -116,7 +116,7 @@ def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Part]:
         min_ops: fewest device ops that are worth a launch.
 
     Returns:
-        The parts; none when the graph has no ops.
+        The partitions; none when the graph has no ops.
     """
     reasons = {node: refuse(node) for node in graph.nodes if not is_structural(node)}
     seeds = _hoistable_seeds(reasons)
@@ -149,7 +149,7 @@ def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Part]:
 
     runs = _merge_small(runs, min_ops)
     return [
-        Part(index, run.safe is not False, tuple(run.nodes), tuple(dict.fromkeys(run.reasons)))
+        Partition(index, run.safe is not False, tuple(run.nodes), tuple(dict.fromkeys(run.reasons)))
         for index, run in enumerate(runs)
     ]
 
@@ -199,38 +199,40 @@ def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
 # --- extract
 
 
-def extract(gm: GraphModule, parts: Sequence[Part]) -> SplitPlan:
-    """Make a module of each part, and say how values flow between them.
+def extract(gm: GraphModule, partitions: Sequence[Partition]) -> SplitPlan:
+    """Make a module of each partition, and say how values flow between them.
 
-    A part that has a symbol in any of its shapes gets that symbol as an input of its own whenever the
+    A partition that has a symbol in any of its shapes gets that symbol as an input of its own whenever the
     graph has it as a value, since compilers cannot solve for it (``2*s0`` alone does not give ``s0``).
-    A part without outputs stays: it mutates.
+    A partition without outputs stays: it mutates.
 
     Args:
         gm: the graph that was scanned; not changed. A bare output counts as a tuple of one.
-        parts: what `scan` returned for ``gm.graph``.
+        partitions: what `scan` returned for ``gm.graph``.
 
     Raises:
-        PgraphError: the parts miss one of the graph's ops, or an output is nested.
+        PgraphError: the partitions miss one of the graph's ops, or an output is nested.
     """
     graph = gm.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    covered = {node for part in parts for node in part.nodes}
+    covered = {node for partition in partitions for node in partition.nodes}
     for node in graph.nodes:
         if not is_structural(node) and node not in covered:
-            raise PgraphError(f"part list misses {node.format_node()}. Fix: pass what scan() returned for it")
+            raise PgraphError(
+                f"partition list misses {node.format_node()}. Fix: pass what scan() returned for it"
+            )
     results = _results(graph)
-    if len(parts) == 1 and isinstance(graph.output_node().args[0], tuple):
-        return _whole(gm, parts[0], len(placeholders), len(results))
+    if len(partitions) == 1 and isinstance(graph.output_node().args[0], tuple):
+        return _whole(gm, partitions[0], len(placeholders), len(results))
 
-    owner = {node: part.index for part in parts for node in part.nodes}
-    reads = {part.index: _reads(part, owner, placeholders) for part in parts}
+    owner = {node: partition.index for partition in partitions for node in partition.nodes}
+    reads = {partition.index: _reads(partition, owner, placeholders) for partition in partitions}
     wanted = {node for nodes in reads.values() for node in nodes}
     wanted |= {node for node in results if isinstance(node, Node) and node.op != "get_attr"}
 
     slots = {node: slot for slot, node in enumerate(placeholders)}
-    for part in parts:
-        for node in part.nodes:
+    for partition in partitions:
+        for node in partition.nodes:
             if node in wanted:
                 slots[node] = len(slots)
 
@@ -245,11 +247,11 @@ def extract(gm: GraphModule, parts: Sequence[Part]) -> SplitPlan:
     kept = {slot for slot in output_slots if isinstance(slot, int)}
 
     modules = []
-    for part in parts:
-        outputs = [node for node in part.nodes if node in slots]
-        module = _module(gm, part, reads[part.index], outputs)
-        inputs = tuple(slots[node] for node in reads[part.index])
-        modules.append((part, module, inputs, tuple(slots[node] for node in outputs)))
+    for partition in partitions:
+        outputs = [node for node in partition.nodes if node in slots]
+        module = _module(gm, partition, reads[partition.index], outputs)
+        inputs = tuple(slots[node] for node in reads[partition.index])
+        modules.append((partition, module, inputs, tuple(slots[node] for node in outputs)))
     dying = _last_uses([inputs for _, _, inputs, _ in modules], len(placeholders), kept)
     calls = tuple(Call(*fields, last) for fields, last in zip(modules, dying, strict=True))
     return SplitPlan(calls, len(slots), tuple(range(len(placeholders))), tuple(output_slots))
@@ -266,35 +268,35 @@ def _results(graph: Graph) -> list[Any]:
     return results
 
 
-def _whole(gm: GraphModule, part: Part, n_inputs: int, n_outputs: int) -> SplitPlan:
+def _whole(gm: GraphModule, partition: Partition, n_inputs: int, n_outputs: int) -> SplitPlan:
     # Nothing to cut: the module itself, with a slot of its own for each output, literals included.
     inputs = tuple(range(n_inputs))
     outputs = tuple(range(n_inputs, n_inputs + n_outputs))
-    call = Call(part, gm, inputs, outputs, inputs)
+    call = Call(partition, gm, inputs, outputs, inputs)
     return SplitPlan((call,), n_inputs + n_outputs, inputs, outputs)
 
 
-def _reads(part: Part, owner: dict[Node, int], placeholders: Iterable[Node]) -> list[Node]:
-    """What the part takes from outside: plain symbols first, then values in order of first use.
+def _reads(partition: Partition, owner: dict[Node, int], placeholders: Iterable[Node]) -> list[Node]:
+    """What the partition takes from outside: plain symbols first, then values in order of first use.
 
     Note [Tokens stay at home]
-    Ordered effects hand a token on, which Inductor lowers to nothing: no part can return it. Parts run in
-    the order of the program anyway, so each one begins with a token of its own.
+    Ordered effects hand a token on, which Inductor lowers to nothing: no partition can return it. Parts run
+    in the order of the program anyway, so each one begins with a token of its own.
     """
     direct: dict[Node, None] = {}
-    for node in part.nodes:
+    for node in partition.nodes:
         for source in node.all_input_nodes:
-            if source.op != "get_attr" and owner.get(source) != part.index and not is_token(source):
+            if source.op != "get_attr" and owner.get(source) != partition.index and not is_token(source):
                 direct[source] = None
     needed: set[Any] = set()
-    for node in (*direct, *part.nodes):
+    for node in (*direct, *partition.nodes):
         for value in output_values(node):
             needed |= symbols(value)
     if not needed:
         return list(direct)
 
     providers: dict[Any, Node] = {}
-    earlier = (node for node in owner if owner[node] < part.index)
+    earlier = (node for node in owner if owner[node] < partition.index)
     for node in (*placeholders, *earlier):
         values = output_values(node)
         if len(values) == 1 and isinstance(values[0], torch.SymInt):
@@ -305,16 +307,16 @@ def _reads(part: Part, owner: dict[Node, int], placeholders: Iterable[Node]) -> 
     return [*plain, *(node for node in direct if node not in plain)]
 
 
-def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]) -> GraphModule:
+def _module(gm: GraphModule, partition: Partition, inputs: list[Node], outputs: list[Node]) -> GraphModule:
     graph = Graph()
     made: dict[Node, Node] = {}
     for node in inputs:
         placeholder = graph.placeholder(node.name)
         placeholder.meta = copy.copy(node.meta)
-        # Inside the part the number is given, not found.
+        # Inside the partition the number is given, not found.
         placeholder.meta.pop("unbacked_bindings", None)
         made[node] = placeholder
-    for node in part.nodes:
+    for node in partition.nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in made:
                 made[source] = graph.node_copy(source)
@@ -325,7 +327,7 @@ def _module(gm: GraphModule, part: Part, inputs: list[Node], outputs: list[Node]
     output = graph.output(tuple(made[node] for node in outputs))
     # What a compiler makes of them it tells (Note [Borders]); it is asked for the strides in `val`.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    module = GraphModule(gm, graph, class_name=f"Part{part.index}")
+    module = GraphModule(gm, graph, class_name=f"Part{partition.index}")
     module.meta = dict(gm.meta)
     return module
 

@@ -146,7 +146,7 @@ def replaced(node: Node, source: Node, by: Any) -> Any:
 
 def _flat(argument: Any) -> Iterator[Any]:
     if isinstance(argument, list | tuple):
-        for part in argument:
-            yield from _flat(part)
+        for partition in argument:
+            yield from _flat(partition)
     else:
         yield argument

@@ -20,10 +20,10 @@ def count_from_owners(gm: GraphModule) -> None:
 
     Note [Storage does not cross borders]
     `as_strided` looks through its argument at the storage, and counts from the storage's start. What one
-    part hands to the next is a tensor: a copy of what was a view, or a view that the next part's code takes
-    for the start of a storage. With the owner for an argument the numbers mean the same, whoever computes
-    it. (Its own strides are then to be those of the trace: `pgraph.compiler.borders`.) Inductor needs that
-    within one graph, too: given a view of what it fuses, it reads another place.
+    partition hands to the next is a tensor: a copy of what was a view, or a view that the next partition's
+    code takes for the start of a storage. With the owner for an argument the numbers mean the same, whoever
+    computes it. (Its own strides are then to be those of the trace: `pgraph.compiler.borders`.) Inductor
+    needs that within one graph, too: given a view of what it fuses, it reads another place.
     """
     changed = False
     for node in gm.graph.nodes:

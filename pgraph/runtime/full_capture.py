@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from pgraph.errors import FullCaptureError
-from pgraph.partition.facts import PartFacts
+from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 
 __all__ = ["insist", "raising", "refuse"]
 
 
-def insist(parts: Iterable[PartFacts]) -> None:
-    """All parts may be captured, or only draw seeds for those that may.
+def insist(partitions: Iterable[PartitionFacts]) -> None:
+    """All partitions may be captured, or only draw seeds for those that may.
 
     Raises:
-        FullCaptureError: naming every part that may not, with its reasons.
+        FullCaptureError: naming every partition that may not, with its reasons.
     """
-    outside = [p for p in parts if not (p.safe or p.seeds_only or not (p.device_ops or p.reasons))]
+    outside = [p for p in partitions if not (p.safe or p.seeds_only or not (p.device_ops or p.reasons))]
     if outside:
         ops = sum(p.device_ops for p in outside)
         raise FullCaptureError(

@@ -5,12 +5,12 @@ With room for one capture and two sizes in turn, "the least recently used goes" 
 every call, or (if a size must be seen twice first) never. A capture costs as much as thousands of
 launches, so the one that is there stays until another has shown that it is worth more:
 
-* the work has moved on: nothing was launched during its last few plain runs. How many is asked for
+* the work has moved on: nothing was launched during its last few uncaptured runs. How many is asked for
   grows with the captures dropped so far, up to `PATIENCE`;
-* or it was run plainly `PATIENCE` times while the least recently used capture rested, or while the
+* or it was run uncaptured `PATIENCE` times while the least recently used capture rested, or while the
   captures were launched half as often as it was run, on average.
 
-All others run plainly. Captures are so made at most once per a few calls, and hardly ever when sizes
+All others run uncaptured. Captures are so made at most once per a few calls, and hardly ever when sizes
 keep taking turns.
 """
 
@@ -28,14 +28,14 @@ WAITING: Final = 64
 
 @dataclasses.dataclass(slots=True)
 class Use:
-    """When a variant was used, in calls that were not served at once by the capture in use.
+    """When a specialization was used, in calls that were not served at once by the capture in use.
 
     Args:
-        first: its first plain run, since it lost its capture if it had one; 0 before it.
+        first: its first uncaptured run, since it lost its capture if it had one; 0 before it.
         latest: its latest use.
-        before: launches of the partition before its first plain run.
-        mark: launches of the partition before its latest plain run.
-        streak: plain runs with no launch of the partition in between.
+        before: launches of the partition before its first uncaptured run.
+        mark: launches of the partition before its latest uncaptured run.
+        streak: uncaptured runs with no launch of the partition in between.
     """
 
     first: int = 0
@@ -65,7 +65,7 @@ class Keeper:
         use.latest = self._clock
 
     def ran(self, use: Use, launches: int) -> None:
-        """A variant without a capture ran plainly.
+        """A specialization without a capture ran uncaptured.
 
         Args:
             launches: of the partition so far.
@@ -81,11 +81,11 @@ class Keeper:
         self._dropped += 1
 
     def admits(self, use: Use, runs: int, oldest: Use, captures: int, launches: int) -> bool:
-        """Whether a variant may take the place of the least recently used capture.
+        """Whether a specialization may take the place of the least recently used capture.
 
         Args:
-            use: of the variant.
-            runs: its plain runs.
+            use: of the specialization.
+            runs: its uncaptured runs.
             oldest: use of the capture that would go.
             captures: how many there are.
             launches: of the partition so far.
@@ -98,5 +98,5 @@ class Keeper:
         return oldest.latest < use.first or runs * captures > 2 * (launches - use.before)
 
     def patient(self, runs: int) -> bool:
-        """Whether a variant has waited long enough to be compared with the captures."""
+        """Whether a specialization has waited long enough to be compared with the captures."""
         return runs >= self._warmup + PATIENCE

@@ -1,6 +1,6 @@
-"""Watching parts run: in which order, and how long each call keeps the host busy.
+"""Watching partitions run: in which order, and how long each call keeps the host busy.
 
-Off, it costs one comparison per launch. On (`pgraph.explain`), every part goes through `Watch.call`.
+Off, it costs one comparison per launch. On (`pgraph.explain`), every partition goes through `Watch.call`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["Run", "Watch", "count_ops", "watching"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One call of a part.
+    """One call of a partition.
 
     Args:
-        part: what ran.
+        partition: what ran.
         seconds: from handing over the arguments to the results, on the host; the device was idle before.
         launched: whether it was served by a launch.
     """
 
-    part: Any
+    partition: Any
     seconds: float
     launched: bool
 
 
 class Watch:
-    """Collects the calls of parts, from all threads (the backward has its own).
+    """Collects the calls of partitions, from all threads (the backward has its own).
 
     Args:
         mark: show each call to the profiler, see `count_ops`.
@@ -51,26 +51,26 @@ class Watch:
         """True unless this thread is already in a watched call."""
         return not getattr(self._inside, "yes", False)
 
-    def call(self, part: Any, args: list[Any]) -> Any:
-        """Call a part and note it."""
+    def call(self, partition: Any, args: list[Any]) -> Any:
+        """Call a partition and note it."""
         drain()
-        launches = part.stats.launches
+        launches = partition.stats.launches
         self._inside.yes = True
         start = time.perf_counter()
         try:
             with torch.autograd.profiler.record_function(_MARK) if self._mark else contextlib.nullcontext():
-                result = part(args)
+                result = partition(args)
         finally:
             self._inside.yes = False
-        self.runs.append(Run(part, time.perf_counter() - start, part.stats.launches > launches))
+        self.runs.append(Run(partition, time.perf_counter() - start, partition.stats.launches > launches))
         return result
 
 
 watch: Watch | None = None
-"""The one in force; read at every call of a part."""
+"""The one in force; read at every call of a partition."""
 
 
-_MARK = "pgraph::part"
+_MARK = "pgraph::partition"
 _FREE = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "item", "result_type"))
 
 
@@ -86,7 +86,7 @@ def watching(mark: bool = False) -> Iterator[Watch]:
 
 
 def count_ops(fn: Callable[[], Any]) -> Counter[str]:
-    """Ops that run outside every part while `fn` runs: what Dynamo left to Python, and the optimizer.
+    """Ops that run outside every partition while `fn` runs: what Dynamo left to Python, and the optimizer.
 
     Views and allocations do not count; an op that calls others counts as one.
     """

@@ -1,4 +1,4 @@
-"""Ranges for the profiler: which part runs, and how."""
+"""Ranges for the profiler: which partition runs, and how."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.autograd.profiler import record_function
 __all__ = ["Step", "in_range"]
 
 
-Step = Literal["plain", "capture", "launch"]
+Step = Literal["uncaptured", "capture", "launch"]
 
 
 def in_range(step: Step, label: str, fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)`` under a range of the profiler.
 
     Args:
-        step: what is being done with the part.
-        label: of the part, see `PartFacts.label`.
+        step: what is being done with the partition.
+        label: of the partition, see `PartFacts.label`.
     """
     with record_function(f"pgraph::{step} {label}"):
         return fn(*args)

@@ -1,4 +1,4 @@
-"""What the parts of a running graph have in common, whoever makes them."""
+"""What the partitions of a running graph have in common, whoever makes them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Boxed = Callable[[list[Any]], Any]  # takes one list and empties it
 
 
 class Counted(Protocol):
-    """A part whose calls are counted."""
+    """A partition whose calls are counted."""
 
     stats: PartitionStats
 
     @property
     def code(self) -> Boxed:
-        """The part's own code."""
+        """The partition's own code."""
 
 
 class Resplitting(Protocol):
@@ -34,4 +34,4 @@ class Resplitting(Protocol):
         """Whether it may be split now, and not while another thread splits the same graph."""
 
     def refused(self, reason: Reason, culprit: Dispatch | None) -> Reason | None:
-        """Its capture was refused. None if others run in its place now, else why it runs plainly."""
+        """Its capture was refused. None if others run in its place now, else why it runs uncaptured."""

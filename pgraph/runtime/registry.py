@@ -1,4 +1,4 @@
-"""Every part that is in use in this process, and the report of them all."""
+"""Every partition that is in use in this process, and the report of them all."""
 
 from __future__ import annotations
 
@@ -7,52 +7,53 @@ import weakref
 from typing import Any
 
 from pgraph.drivers import choice
-from pgraph.partition.facts import GraphFacts, PartFacts
+from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.runtime.protocols import Counted
 from pgraph.runtime.statistics import Report
 
-__all__ = ["forget", "live_partitions", "live_parts", "register", "renew", "report", "unregister"]
+__all__ = ["forget", "live_capturable", "live_partitions", "register", "renew", "report", "unregister"]
 
 
-_parts: weakref.WeakSet[Any] = weakref.WeakSet()
+_partitions: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def register(part: Counted) -> None:
-    """Have a part counted for as long as it lives."""
-    _parts.add(part)
+def register(partition: Counted) -> None:
+    """Have a partition counted for as long as it lives."""
+    _partitions.add(partition)
 
 
-def unregister(part: Counted) -> None:
-    """Leave a part out from now on: others run in its place."""
-    _parts.discard(part)
+def unregister(partition: Counted) -> None:
+    """Leave a partition out from now on: others run in its place."""
+    _partitions.discard(partition)
 
 
 def renew(graph: GraphFacts) -> None:
     """Have every part of a graph refer to its new facts."""
-    for part in list(_parts):
-        if part.stats.facts.graph.number == graph.number:
-            part.stats.facts = dataclasses.replace(part.stats.facts, graph=graph)
-
-
-def live_parts() -> list[Any]:
-    """Every part that is still in use, in order."""
-    return sorted(_parts, key=lambda part: _order(part.stats.facts))
-
-
-def _order(facts: PartFacts) -> tuple[int, int, int]:
-    return facts.graph.number, facts.index or 0, facts.piece or 0
+    for partition in list(_partitions):
+        if partition.stats.facts.graph.number == graph.number:
+            partition.stats.facts = dataclasses.replace(partition.stats.facts, graph=graph)
 
 
 def live_partitions() -> list[Any]:
+    """Every partition that is still in use, in order."""
+    return sorted(_partitions, key=lambda partition: _order(partition.stats.facts))
+
+
+def _order(facts: PartitionFacts) -> tuple[int, int, int]:
+    return facts.graph.number, facts.index or 0, facts.piece or 0
+
+
+def live_capturable() -> list[Any]:
     """The safe ones among them."""
-    return [part for part in live_parts() if part.stats.facts.safe]
+    return [partition for partition in live_partitions() if partition.stats.facts.safe]
 
 
 def forget() -> None:
-    """Leave all parts of today out of reports to come (Dynamo keeps code around graph breaks for long)."""
-    _parts.clear()
+    """Leave all partitions of today out of reports to come (Dynamo keeps code around graph breaks for
+    long)."""
+    _partitions.clear()
 
 
 def report() -> Report:
     """Counters of this process, now."""
-    return Report(tuple(part.stats for part in live_parts()), choice.ghost_peaks())
+    return Report(tuple(partition.stats for partition in live_partitions()), choice.ghost_peaks())

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dimension:
-    """A size that may differ from call to call, and where a part's arguments (or results) tell it.
+    """A size that may differ from call to call, and where a partition's arguments (or results) tell it.
 
     Args:
         label: in the user's words, e.g. ``"dimension 0 of x"``.
-        position: among the part's arguments.
+        position: among the partition's arguments.
         dim: of that tensor; None if the argument is the number itself.
     """
 
@@ -128,8 +128,8 @@ class Sizes:
         values = self.of(args)
         changes = self._changes(self._last or values, values) or "layouts or alignments vary"
         log.warning(
-            "%s: more sizes or layouts take turns than max_captures=%d, so some of them run plainly; since "
-            "the last capture %s. Fix: raise max_captures, list the sizes worth a capture in option "
+            "%s: more sizes or layouts take turns than max_captures=%d, so some of them run uncaptured; "
+            "since the last capture %s. Fix: raise max_captures, list the sizes worth a capture in option "
             "capture_sizes, or pad to fewer sizes",
             self._name,
             self._limit,

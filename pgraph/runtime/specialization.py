@@ -16,9 +16,9 @@ from pgraph.reasons import Reason
 from pgraph.runtime.keeping import Use
 
 __all__ = [
+    "Specialization",
     "State",
     "Trait",
-    "Variant",
     "alignments",
     "all_that_ops_see",
     "key_of",
@@ -45,7 +45,7 @@ def all_that_ops_see(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype, int
 
 
 class State(enum.Enum):
-    """Where a variant stands."""
+    """Where a specialization stands."""
 
     COLD = "cold"
     WARM = "warm"
@@ -54,7 +54,7 @@ class State(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class Variant:
+class Specialization:
     """One set of layouts and alignments, and what has become of it.
 
     Args:
@@ -89,7 +89,7 @@ class Variant:
         return State.WARM if self.runs else State.COLD
 
     def addresses(self, args: Sequence[Any]) -> list[int] | None:
-        """Addresses of the device tensors if a launch of this variant is right for `args`, else None.
+        """Addresses of the device tensors if a launch of this specialization is right for `args`, else None.
 
         Note [Alignment is part of the contract]
         Kernels were chosen for the alignment of the captured addresses; a less aligned address
@@ -118,7 +118,8 @@ class Variant:
 def key_of(
     args: Sequence[Any], device: torch.device, usual: int, watched: Mapping[int, Trait]
 ) -> tuple[Any, Any, Any] | None:
-    """The first three arguments of the `Variant` for these; None if a tensor lies nowhere (batched, fake).
+    """The first three arguments of the `Specialization` for these; None if a tensor lies nowhere (batched,
+    fake).
 
     Args:
         args: of a partition.

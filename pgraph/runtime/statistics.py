@@ -1,4 +1,4 @@
-"""What pgraph has done in this process: counters per part, and their sum.
+"""What pgraph has done in this process: counters per partition, and their sum.
 
 A record lives as long as the compiled code that it is about, and holds neither the code nor a model.
 """
@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 from pgraph.capture.build import Built
 from pgraph.drivers.peak_stats import GhostPeaks
-from pgraph.partition.facts import PartFacts
+from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
 __all__ = ["PartitionStats", "Report", "State"]
 
-State = Literal["captured", "plain", "too small", "fallen back", "warming up", "not run"]
+State = Literal["captured", "uncaptured", "too small", "refused", "warming up", "not run"]
 
 
 @dataclasses.dataclass(slots=True)
 class PartitionStats:
-    """Facts and counters of one part.
+    """Facts and counters of one partition.
 
     Args:
-        name: e.g. ``"backward 1"``, or ``"forward 0, part 2"``.
+        name: e.g. ``"backward 1"``, or ``"forward 0, partition 2"``.
         facts: what was known when it was compiled.
         captures: templates made (each from two recordings).
         nodes: graph nodes over all templates.
@@ -35,13 +35,13 @@ class PartitionStats:
         launches: calls served by a launch.
         rewritten_nodes: nodes set, over all launches.
         plain_runs: calls served by plain code (warm-up included).
-        splits: how often pgraph split this part by itself; counted at the first of what became of it.
+        splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
         reason: why it fell back, if it did.
     """
 
     name: str
-    facts: PartFacts
+    facts: PartitionFacts
     captures: int = 0
     nodes: int = 0
     slots: int = 0
@@ -50,7 +50,7 @@ class PartitionStats:
     capture_s: float = 0.0
     launches: int = 0
     rewritten_nodes: int = 0
-    plain_runs: int = 0
+    uncaptured_runs: int = 0
     splits: int = 0
     split_s: float = 0.0
     reason: Reason | None = None
@@ -75,15 +75,15 @@ class PartitionStats:
 
     @property
     def state(self) -> State:
-        """Where it stands; "plain" and "too small" were decided when it was compiled."""
+        """Where it stands; "uncaptured" and "too small" were decided when it was compiled."""
         if not self.facts.safe:
             small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
-            return "too small" if small else "plain"
+            return "too small" if small else "uncaptured"
         if self.reason is not None:
-            return "fallen back"
+            return "refused"
         if self.captures:
             return "captured"
-        return "warming up" if self.plain_runs else "not run"
+        return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
@@ -93,7 +93,7 @@ class PartitionStats:
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,
             "graph": self.facts.graph.number,
-            "part": self.facts.index or 0,
+            "partition": self.facts.index or 0,
             "piece": self.facts.piece,
             "state": self.state,
             "device_ops": self.facts.device_ops,
@@ -105,28 +105,28 @@ class PartitionStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Totals over all live parts, and each part's own counters.
+    """Totals over all live partitions, and each partition's own counters.
 
     Args:
-        parts: in the order of the graphs, and of the parts in each.
+        partitions: in the order of the graphs, and of the partitions in each.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
     """
 
-    parts: tuple[PartitionStats, ...]
+    partitions: tuple[PartitionStats, ...]
     ghost_peaks: tuple[GhostPeaks, ...] = ()
 
     @property
-    def partitions(self) -> tuple[PartitionStats, ...]:
+    def capturable(self) -> tuple[PartitionStats, ...]:
         """The safe ones."""
-        return tuple(p for p in self.parts if p.facts.safe)
+        return tuple(p for p in self.partitions if p.facts.safe)
 
     @property
     def outside(self) -> tuple[tuple[str, tuple[Reason, ...]], ...]:
-        """(name, reasons) of the parts that run plainly by the safety rules."""
-        return tuple((p.name, p.facts.reasons) for p in self.parts if not p.facts.safe)
+        """(name, reasons) of the partitions that run uncaptured by the safety rules."""
+        return tuple((p.name, p.facts.reasons) for p in self.partitions if not p.facts.safe)
 
     def _sum(self, field: str) -> Any:
-        return sum(getattr(p, field) for p in self.parts)
+        return sum(getattr(p, field) for p in self.partitions)
 
     @property
     def captures(self) -> int:
@@ -165,28 +165,28 @@ class Report:
         return self._sum("split_s")
 
     @property
-    def fallbacks(self) -> int:
+    def refused(self) -> int:
         """Safe partitions that could not be captured after all."""
-        return sum(p.reason is not None for p in self.parts)
+        return sum(p.reason is not None for p in self.partitions)
 
     def summary(self) -> str:
         """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""
         return (
             f"pgraph: {amount(self.captures, 'capture')}, {amount(self.nodes, 'node')}, "
             f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
-            f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.fallbacks, 'fallback')}"
+            f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.refused, 'refusal')}"
             f"{_of_splits(self.splits, self.split_s)}{_of_execs(self.exec_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals and parts as plain data, fit for `json.dumps`."""
+        """Totals and partitions as plain data, fit for `json.dumps`."""
         totals = (
             "captures",
             "nodes",
             "slots",
             "launches",
             "rewritten_nodes",
-            "fallbacks",
+            "refused",
             "exec_bytes",
             "splits",
         )
@@ -195,19 +195,19 @@ class Report:
             "capture_s": self.capture_s,
             "split_s": self.split_s,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
-            "parts": [p.to_dict() for p in self.parts],
+            "partitions": [p.to_dict() for p in self.partitions],
         }
 
     def __str__(self) -> str:
         lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
-        for p in self.parts:
+        for p in self.partitions:
             if not p.facts.safe:
-                lines.append(f"  {p.name}: runs plainly{_of_splits(p.splits, p.split_s)}")
+                lines.append(f"  {p.name}: runs uncaptured{_of_splits(p.splits, p.split_s)}")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
             what = f"{amount(p.captures, 'capture')}, {amount(p.nodes, 'node')} in "
             what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
-            what += f"{amount(p.launches, 'launch')}, {amount(p.plain_runs, 'plain run')}"
+            what += f"{amount(p.launches, 'launch')}, {amount(p.uncaptured_runs, 'uncaptured run')}"
             what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
             lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
         return "\n".join(lines)

@@ -77,22 +77,22 @@ _older: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def forget_older() -> None:
     """What is alive now belongs to earlier tests (a failed one's traceback may hold on to it)."""
-    _older.update(registry.live_parts())
+    _older.update(registry.live_partitions())
 
 
 def partitions() -> list[Any]:
     """The safe partitions that this test has made."""
-    return [p for p in registry.live_partitions() if p not in _older]
+    return [p for p in registry.live_capturable() if p not in _older]
 
 
 def report() -> statistics.Report:
     """`pgraph.report()`, of this test only."""
-    return statistics.Report(tuple(p.stats for p in registry.live_parts() if p not in _older))
+    return statistics.Report(tuple(p.stats for p in registry.live_partitions() if p not in _older))
 
 
 def built() -> list[Any]:
     """Everything captured so far: templates with their execs."""
-    return [v.built for p in partitions() for v in p.variants() if v.built is not None]
+    return [v.built for p in partitions() for v in p.specializations() if v.built is not None]
 
 
 def templates() -> list[Any]:
@@ -107,14 +107,14 @@ def explain() -> str:
 
 def assert_launched(at_least: int = 1) -> None:
     """Every safe partition was launched at least so often and none fell back."""
-    counters = report().partitions
+    counters = report().capturable
     assert counters, f"pgraph saw nothing to capture{explain()}"
     bad = [p.name for p in counters if p.launches < at_least or p.reason is not None]
     assert not bad, f"not launched {at_least} times: {', '.join(bad)}{explain()}"
 
 
 def outside_codes() -> set[str]:
-    """Codes of the reasons why parts run plainly."""
+    """Codes of the reasons why parts run uncaptured."""
     return {reason.code for _, reasons in report().outside for reason in reasons}
 
 

@@ -79,7 +79,7 @@ def test_attention_without_dropout_is_captured_whole(kernel: SDPBackend, codegen
             del want, again, got
             shaker.shake()
     assert not report().outside, explain()
-    assert len(report().partitions) == 2, explain()
+    assert len(report().capturable) == 2, explain()
     assert report().captures == 2, explain()
     assert_launched(6)
 

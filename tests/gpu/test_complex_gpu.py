@@ -66,4 +66,4 @@ def test_gradients_that_are_lazy_at_some_calls_only(codegen: str) -> None:
         return x * x * 2
 
     check_lazy_gradients(compile_pgraph(fn, codegen=codegen, min_ops=1), fn, lambda: pair(64, 64))
-    assert_launched(6)  # the backward has three variants
+    assert_launched(6)  # the backward has three specializations

@@ -40,7 +40,7 @@ def size(name: str) -> tuple[int, int]:
 def check_whole() -> None:
     """Everything was captured in one piece per graph, and launched."""
     assert report().outside == (), explain()
-    assert all(", part " not in p.name for p in report().partitions), explain()
+    assert all(", partition " not in p.name for p in report().capturable), explain()
     assert_launched(2)
 
 

@@ -106,8 +106,8 @@ def test_convolutions_are_captured(case: Case, memory_format: torch.memory_forma
         del images, want
         shaker.shake()
     assert len(seen) > 1, "the inputs never moved"
-    assert report().fallbacks == 0, explain()
+    assert report().refused == 0, explain()
     assert not report().outside, explain()
-    assert len(report().partitions) >= 2, f"not a forward and a backward{explain()}"
+    assert len(report().capturable) >= 2, f"not a forward and a backward{explain()}"
     assert_launched(2)
     assert launches[-1] >= launches[-2] + 2, f"launches after each call: {launches}{explain()}"

@@ -29,7 +29,7 @@ import pgraph
 
 pytestmark = pytest.mark.gpu
 
-# (step, kind, code of the reason; None: this call runs plainly, the next is launched)
+# (step, kind, code of the reason; None: this call runs uncaptured, the next is launched)
 CASES = [
     *(
         (step, kind, "device-failed")
@@ -130,7 +130,7 @@ def test_a_step_that_always_fails(
     assert fault.hits >= 2, f"the step was not reached in forward and backward{explain()}"
     assert torch.equal(torch.get_rng_state(), cpu_state), "the CPU's generator moved"
     assert not torch.equal(after_one, state)
-    counters = report().partitions
+    counters = report().capturable
     assert [p.launches for p in counters] == [0, 0], explain()
     told = [r.getMessage() for r in caplog.records if r.name.startswith("pgraph")]
     if code is None:

@@ -81,9 +81,9 @@ def test_results_that_are_views_of_inputs_and_of_each_other() -> None:
     compiled = compile_pgraph(fn, codegen="aten")
     for _ in range(4):
         x = randn(12, 20)
-        same, part, y, turned, row, piece = compiled(x)
+        same, partition, y, turned, row, piece = compiled(x)
         assert same.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), explain()
-        part.fill_(5.0)
+        partition.fill_(5.0)
         assert (x[2:5] == 5.0).all(), f"a view of the input is a copy{explain()}"
         y.fill_(3.0)
         for view in (turned, row, piece):

@@ -359,7 +359,7 @@ def test_ten_thousand_calls_with_random_shapes() -> None:
                 y = compiled(x[:n])
                 made += 1
             assert same_bits(y, fn(x[:n])), f"{n} rows{explain()}"
-            assert sum(v.launcher is not None for v in partition.variants()) <= 4
+            assert sum(v.launcher is not None for v in partition.specializations()) <= 4
         del y
         gc.collect()
         torch.cuda.synchronize()
@@ -368,7 +368,7 @@ def test_ten_thousand_calls_with_random_shapes() -> None:
 
     allocated, reserved, used = sweep(2000)
     now = sweep(8000)
-    counters = report().partitions[0]
+    counters = report().capturable[0]
     assert counters.launches > 4000, explain()
     assert counters.captures > 20, explain()
     assert now[0] <= allocated, f"{now[0] - allocated} bytes more are allocated{explain()}"

@@ -94,7 +94,7 @@ def test_one_capture_serves_four_llama_layers() -> None:
         shaker.shake()
     assert_launched(20)
     summary = report()
-    assert len(summary.partitions) == 2, f"forward and backward of one block{explain()}"
+    assert len(summary.capturable) == 2, f"forward and backward of one block{explain()}"
     assert summary.captures == 2, f"one capture each for all layers and steps{explain()}"
 
 
@@ -173,8 +173,8 @@ def test_compiled_adamw_steps(codegen: str) -> None:
             what = f"step {i}, parameter {k}{explain()}"
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), what
             assert codegen == "aten" or same_bits(a.data, b.data), what
-    assert any(p.launches >= 4 for p in report().partitions), explain()
-    assert not report().fallbacks, explain()
+    assert any(p.launches >= 4 for p in report().capturable), explain()
+    assert not report().refused, explain()
 
 
 def test_dropout_differs_from_call_to_call_and_repeats_under_a_seed() -> None:
@@ -207,7 +207,7 @@ def test_dropout_differs_from_call_to_call_and_repeats_under_a_seed() -> None:
         assert 0.4 < (first[i] == 0).float().mean().item() < 0.6, explain()
     assert not same_bits(first[3], first[4]), f"two calls drew the same numbers{explain()}"
     assert report().launches >= 4, explain()
-    assert not report().fallbacks, explain()
+    assert not report().refused, explain()
 
 
 def test_several_forwards_before_their_backwards() -> None:

@@ -82,8 +82,8 @@ def test_refused_op_in_the_middle(code: str, middle: Callable[..., Any], makers:
         )
     summary = report()
     assert code in outside_codes(), f"no reason {code!r}{explain()}"
-    assert len(summary.partitions) == 2, f"one safe part before and one after{explain()}"
-    assert all(p.launches >= 2 and p.reason is None for p in summary.partitions), explain()
+    assert len(summary.capturable) == 2, f"one safe part before and one after{explain()}"
+    assert all(p.launches >= 2 and p.reason is None for p in summary.capturable), explain()
     named = [r for _, reasons in summary.outside for r in reasons if r.code == code]
     assert all(r.fix and r.sentence for r in named), explain()
 
@@ -106,7 +106,7 @@ def test_graph_breaks_leave_two_graphs_that_are_both_launched() -> None:
         return ((x + 1).exp() * 0.5).tanh()
 
     check(fn, lambda: (randn(40, 60),), label="graph break", launched=2)
-    assert len(report().partitions) == 2, explain()
+    assert len(report().capturable) == 2, explain()
 
 
 def test_random_op_as_aten_stays_outside_and_draws_what_eager_draws() -> None:

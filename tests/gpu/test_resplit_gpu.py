@@ -98,11 +98,13 @@ def test_the_rest_is_captured(name: str, codegen: str) -> None:
     with torch.no_grad():
         _check(model, codegen, grad=False)
     summary = report()
-    assert (summary.splits, summary.fallbacks) == (1, 0), explain()
-    assert [p.state for p in summary.parts] == ["captured", "plain", "captured"], explain()
+    assert (summary.splits, summary.refused) == (1, 0), explain()
+    assert [p.state for p in summary.partitions] == ["captured", "plain", "captured"], explain()
     assert_launched(2)
     ((_, reasons),) = summary.outside
-    assert any(f"pgraph_gpu_resplit::{name}" in dict(p.facts.ops) for p in summary.parts if not p.facts.safe)
+    assert any(
+        f"pgraph_gpu_resplit::{name}" in dict(p.facts.ops) for p in summary.partitions if not p.facts.safe
+    )
     assert all("by itself" in reason.sentence and reason.where for reason in reasons), explain()
 
 
@@ -111,8 +113,8 @@ def test_training(codegen: str) -> None:
     """The forward is split; the backward, which has another op there, is captured whole."""
     _check(Model(synchronizing).to(DEVICE), codegen, grad=True)
     summary = report()
-    assert (summary.splits, summary.fallbacks) == (1, 0), explain()
-    kinds = [(p.facts.graph.kind, p.state) for p in summary.parts]
+    assert (summary.splits, summary.refused) == (1, 0), explain()
+    kinds = [(p.facts.graph.kind, p.state) for p in summary.partitions]
     assert kinds == [
         ("forward", "captured"),
         ("forward", "plain"),

@@ -255,7 +255,7 @@ class CudaDriver(Driver):
 
 
 def _host_seeds(result: Any) -> Any:
-    """Attention's results as a plain run gives them.
+    """Attention's results as an uncaptured run gives them.
 
     Note [Seeds of attention]
     Attention without dropout (only that is captured) returns a seed and an offset that nobody reads.

@@ -149,7 +149,7 @@ class CudaArena(Arena):
         return start
 
     def close(self) -> None:
-        """Unmap and free everything, unless a library holds on to a part."""
+        """Unmap and free everything, unless a library holds on to part of it."""
         if self.touched:
             torch.cuda.synchronize(self._device)
         if self.leaked:
