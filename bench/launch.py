@@ -104,9 +104,9 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
     real = partition_runner.PartitionRunner.__call__
     before = {p.name: p.stats.launches for p in live}
     for partition in live:
-        for specialization in partition.specializations():
-            if specialization.call is not None:
-                specialization.call = watched.around(specialization.call, f"{partition.name} native")
+        captured = partition._cache.captured
+        if captured.native is not None:
+            captured.native = watched.around(captured.native, f"{partition.name} native")
 
     def call(self: Any, args: list[Any]) -> Any:
         return watched.around(real, self.name)(self, args)

@@ -13,8 +13,6 @@ __all__ = [
     "CaptureError",
     "DriverError",
     "FullCaptureError",
-    "LaunchError",
-    "LaunchMemoryError",
     "MatchError",
     "OptionError",
     "PgraphError",
@@ -32,14 +30,6 @@ class OptionError(PgraphError, ValueError):
 
 class DriverError(PgraphError, RuntimeError):
     """A call of the CUDA driver failed, or the driver asked for is not available."""
-
-
-class LaunchError(PgraphError, RuntimeError):
-    """A launch could not be carried out; nothing of its partition has run on the device."""
-
-
-class LaunchMemoryError(LaunchError):
-    """There was no memory for what a launch allocates; nothing of its partition has run on the device."""
 
 
 class PlanError(PgraphError, ValueError):

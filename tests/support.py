@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import pgraph
+from pgraph.drivers.interface import Exec
+from pgraph.launch.program import Program
 
 TIGHT = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -143,3 +146,22 @@ def check_lazy_gradients(
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class ExecOf(Exec):
+    """An exec whose launches are this function's."""
+
+    def __init__(self, launch: Callable[[list[int], int], int]) -> None:
+        self._launch = launch
+
+    def launch(self, bases: list[int], stream: int) -> int:
+        return self._launch(bases, stream)
+
+
+def change_program(partition: Any, **changes: Any) -> Program:
+    """Have the partition's one specialization launched by a changed program; returns the one it had."""
+    (specialization,) = partition.specializations()
+    before: Program = specialization.program
+    specialization.program = dataclasses.replace(before, **changes)
+    partition._cache._renew()
+    return before

@@ -12,9 +12,11 @@ import torch
 
 from pgraph.capture.build import Built
 from pgraph.drivers.interface import Exec, NativeCalls
-from pgraph.errors import DriverError, LaunchError
-from pgraph.launch.interpreter import Launcher
+from pgraph.errors import DriverError
+from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
+from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
+from pgraph.native.structs import ExecEntry, NodeEntry
 from pgraph.template.packing import Lifetime
 from pgraph.template.plan import make_plan
 from pgraph.template.recording import NodeRecord, OutputSpec, TensorSpec
@@ -26,21 +28,6 @@ _ALLOC = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(ctypes
 _FREE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 _CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 SIDE = 8  # tensors are SIDE x SIDE floats, unless a region says otherwise
-
-
-class _Node(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("kind", "node", "params", "first", "last")]
-
-
-class ExecEntry(ctypes.Structure):
-    """`pg_exec` of the native helper."""
-
-    _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("calls", "exec", "ctx", "nodes")],
-        ("n_nodes", ctypes.c_int64),
-        *[(n, ctypes.c_void_p) for n in ("slots", "words")],
-        ("busy", ctypes.c_int64),
-    ]
 
 
 class FakeExec(Exec):
@@ -56,8 +43,8 @@ class FakeExec(Exec):
         nodes = []
         for node in range(first, last):
             at = [i for i, s in enumerate(mine) if s.node == node]
-            nodes.append(_Node(0, node + 1, 1, min(at, default=0), max(at, default=-1) + 1))
-        self._nodes = (_Node * max(len(nodes), 1))(*nodes)
+            nodes.append(NodeEntry(0, node + 1, 1, min(at, default=0), max(at, default=-1) + 1))
+        self._nodes = (NodeEntry * max(len(nodes), 1))(*nodes)
         self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
         setter, launch = (libraries.address_of(f) for f in self._keep)
         self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
@@ -102,6 +89,9 @@ class FakeDevice:
 
     def current_stream(self) -> int:
         return 7
+
+    def is_capturing(self) -> bool:
+        return bool(self.capturing_status)
 
     def empty_strided(self, size: Any, stride: Any, dtype: Any) -> torch.Tensor:
         if self.refuse_all:
@@ -149,12 +139,12 @@ class FakeDevice:
         return 9 if self.launches == self.fail_launch else 0
 
 
-def failed(code: int, first: bool) -> None:
-    raise LaunchError(f"code {code}") if first else DriverError(f"code {code}")
+def failed(code: int) -> None:
+    raise DriverError(f"code {code}")
 
 
-def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
-    """The launcher of a case, and its specialization's (tensors, others)."""
+def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards: Any) -> Program:
+    """The program of a case, whose inputs are `side` x `side`; `guards`: further ones."""
     n, n_in = case["nodes"], len(case["inputs"])
     regions = [
         Region(i, "input", SIDE * SIDE * 4, 0, n + 1 if kept else death % (n + 1))
@@ -192,9 +182,9 @@ def made(device: FakeDevice, case: dict[str, Any]) -> tuple[Launcher, Any]:
     nodes = tuple(NodeRecord("kernel", "k", (), b"") for _ in range(n))
     template = Template(nodes, tuple(regions), tuple(slots), tuple(outputs), n_in, plan)
     execs = tuple(FakeExec(device, slots, chunk.first, chunk.last) for chunk in plan.chunks)
-    launcher = Launcher(Built(template, execs, device, 0.0), range(1, n_in + 1))  # type: ignore[arg-type]
-    tensors = tuple((i + 1, (SIDE, SIDE), (SIDE, 1), 3) for i in range(n_in))
-    return launcher, (tensors, ((0, 42),))
+    tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
+    built = Built(template, execs, device, 0.0)  # type: ignore[arg-type]
+    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards))
 
 
 CASE = {

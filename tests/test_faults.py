@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import MLP, host, launching, same, train
+from support import MLP, ExecOf, change_program, host, launching, same, train
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
 from pgraph.capture import build
 from pgraph.drivers.host import faults
-from pgraph.drivers.host.driver import HostSession
+from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import DriverError, PlanError
+from pgraph.launch.interpreter import note_failure
+from pgraph.launch.program import ChunkLaunch, Program
 from pgraph.runtime import partition_runner
 
 FIRST, SECOND = ("begin", "op", "end"), ("second-begin", "second-op", "second-end")
@@ -243,20 +245,21 @@ def test_failures_of_many_shapes_end_too() -> None:
     assert {p.reason.code for p in pgraph.report().capturable} == {"device-failed"}
 
 
-def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
+def test_a_launch_without_memory_leaves_it_to_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the failed launch had allocated is free again when the plain code starts."""
     compiled = host(lambda x: ((x * 2).cumsum(0), x + 1))
     for _ in range(2):
         compiled(torch.randn(6))
     (partition_runner,) = pgraph.runtime.registry.live_capturable()
     (specialization,) = partition_runner.specializations()
-    launcher, plain, made, alive = specialization.launcher, partition_runner._plain, [], []
-    empty = launcher._empty
+    assert specialization.program is not None
+    plain, made, alive = partition_runner._plain, [], []
+    empty = HostDriver.empty_strided
 
-    def allocate(*layout: Any) -> Tensor:
+    def allocate(self: HostDriver, *layout: Any) -> Tensor:
         if made:
             raise torch.OutOfMemoryError("injected")
-        tensor = empty(*layout)
+        tensor = empty(self, *layout)
         made.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
@@ -264,11 +267,12 @@ def test_a_launch_without_memory_leaves_it_to_the_plain_code() -> None:
         alive.append([not storage.expired() for storage in made])
         return plain(args)
 
-    launcher._empty, partition_runner._plain = allocate, run
+    monkeypatch.setattr(HostDriver, "empty_strided", allocate)
+    partition_runner._plain = run
     x = torch.randn(6)
     same(compiled(x), ((x * 2).cumsum(0), x + 1))
     assert alive == [[False]]
-    launcher._empty = empty
+    monkeypatch.setattr(HostDriver, "empty_strided", empty)
     with launching(1):
         same(compiled(x), ((x * 2).cumsum(0), x + 1))
 
@@ -280,14 +284,15 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
     for _ in range(2):
         call(compiled)
     (partition_runner,) = pgraph.runtime.registry.live_capturable()
-    (specialization,) = partition_runner.specializations()
 
     def fails(args: list[Any]) -> Any:
         if ran:
             args[:] = [None] * len(args)
-        raise torch.OutOfMemoryError("injected in C")
+        error = torch.OutOfMemoryError("injected in C")
+        note_failure(error, 0, ran)
+        raise error
 
-    specialization.call = fails
+    partition_runner._cache.captured.native = fails
     plain = pgraph.report().capturable[0].uncaptured_runs
     if ran:
         with pytest.raises(torch.OutOfMemoryError, match="in C"):
@@ -296,9 +301,16 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
         call(compiled)
     assert pgraph.report().capturable[0].uncaptured_runs == plain + (not ran)
     assert pgraph.report().refused == 0
-    specialization.call = None
+    partition_runner._cache.captured.native = None
     with launching(1):
         call(compiled)
+
+
+def one_chunk_more(partition: Any, launch: Any) -> Program:
+    """Have the partition launch this at the end; returns the program that it had."""
+    (specialization,) = partition.specializations()
+    chunk = ChunkLaunch((), ExecOf(launch), (), ())
+    return change_program(partition, chunks=(*specialization.program.chunks, chunk))
 
 
 def test_no_memory_between_chunks_is_the_users_own() -> None:
@@ -307,19 +319,17 @@ def test_no_memory_between_chunks_is_the_users_own() -> None:
     for _ in range(2):
         call(compiled)
     (partition_runner,) = pgraph.runtime.registry.live_capturable()
-    (specialization,) = partition_runner.specializations()
-    steps = specialization.launcher.steps
 
     def fails(bases: list[int], stream: int) -> int:
         raise torch.OutOfMemoryError("injected between chunks")
 
-    specialization.launcher.steps = (*steps, ((), fails, (), ()))
+    before = one_chunk_more(partition_runner, fails)
     x, y = torch.randn(6), torch.randn(6)
     want = x + y
     with pytest.raises(torch.OutOfMemoryError, match="between chunks"):
         compiled(x, y)
     same(y, want)
-    specialization.launcher.steps = steps
+    change_program(partition_runner, chunks=before.chunks)
     with launching(1):
         call(compiled)
 
@@ -337,7 +347,7 @@ def test_a_failure_between_chunks_is_an_error() -> None:
         calls.append(1)
         raise DriverError("injected failure between chunks")
 
-    specialization.launcher.steps = (*specialization.launcher.steps, ((), fails, (), ()))  # one more chunk
+    one_chunk_more(partition_runner, fails)
     x, y = torch.randn(6), torch.randn(6)
     want_x, want_y = x.clone(), x + y
     with pytest.raises(DriverError, match="between chunks"):
@@ -351,7 +361,7 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     (partition,) = pgraph.report().capturable
     assert partition.reason.code == "launch-failed"
     assert "between chunks" in str(partition.reason)
-    assert specialization.launcher is None
+    assert specialization.program is None
     assert specialization.built is None
 
 

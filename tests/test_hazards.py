@@ -18,7 +18,9 @@ from pgraph.capture import build, record
 from pgraph.drivers.host import driver as host_driver
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.interface import HiddenAllocation
-from pgraph.runtime import partition_runner
+from pgraph.launch import interpreter
+from pgraph.launch.guards import Guards
+from pgraph.launch.program import Program
 from pgraph.template import match
 from pgraph.template.template import Slot, Template
 
@@ -293,26 +295,21 @@ def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pyt
 def test_hazard_10_a_less_aligned_address(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never meets a template that was captured with better aligned ones."""
     if not cured:
-        careless = lambda self, args: [args[position].data_ptr() for position, *_ in self.tensors]  # noqa: E731
-        monkeypatch.setattr(partition_runner.Specialization, "addresses", careless)
+        careless = lambda self, args: [args[g.position].data_ptr() for g in self.tensors]  # noqa: E731
+        monkeypatch.setattr(Guards, "addresses", careless)
     compiled = host(products)
     for _ in range(2):
         compiled(*matrices())
     launched: list[int] = []
-    real = partition_runner.Launcher.__call__
+    real = interpreter._launch
 
-    def watch(self: Any, inputs: list[Tensor], addresses: list[int]) -> Any:
-        assert addresses == [x.data_ptr() for x in inputs]
-        (specialization,) = [
-            v
-            for p in pgraph.runtime.registry.live_capturable()
-            for v in p.specializations()
-            if v.launcher is self
-        ]
-        launched.extend(a & mask for a, (*_, mask) in zip(addresses, specialization.tensors, strict=True))
-        return real(self, inputs, addresses)
+    def watch(program: Program, driver: Any, args: list[Any], addresses: list[int], index: int) -> Any:
+        tensors = program.guards.tensors
+        assert addresses == [args[guard.position].data_ptr() for guard in tensors]
+        launched.extend(a & guard.mask for a, guard in zip(addresses, tensors, strict=True))
+        return real(program, driver, args, addresses, index)
 
-    monkeypatch.setattr(partition_runner.Launcher, "__call__", watch)
+    monkeypatch.setattr(interpreter, "_launch", watch)
 
     def check() -> None:
         with launching(1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_native import Range, State, library
+from test_native import Range, library
 
 from pgraph.drivers.host.arena import HostArena
 from pgraph.drivers.interface import ALIGNMENT, UNIT, next_start
+from pgraph.native.structs import ArenaState
 
 __all__ = ["library"]  # the fixture
 
@@ -108,12 +108,10 @@ def test_gaps_that_do_not_count_are_found(rule: Callable[[int, int, int], int]) 
 def test_the_cuda_arena_counts_as_the_helper_does(takes: Takes, layout: int) -> None:
     """Its state is the helper's struct; without the helper the same rule places its ranges."""
     cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
-    sizes = [[(name, ctypes.sizeof(kind)) for name, kind in s._fields_] for s in (cuda_ghost._State, State)]
-    assert sizes[0] == sizes[1]
     arena = cuda_ghost.CudaArena.__new__(cuda_ghost.CudaArena)
     low, high = 1 << 40, 1 << 41
     # All of it counts as mapped, so that no call of the driver's is made.
     state = {"low": low, "high": high, "position": low, "mapped": high, "guard": CUDA_GUARD}
-    arena.state, arena._layout = cuda_ghost._State(**state), layout
+    arena.state, arena._layout = ArenaState(**state), layout
     assert [arena._take_in_python(*take) for take in takes] == laid_out(takes, layout, low, CUDA_GUARD)
     assert arena.state.count == len(takes)

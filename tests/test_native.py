@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_native import ExecEntry
 
 from pgraph.drivers.interface import UNIT, further, next_start
 from pgraph.native import libraries
+from pgraph.native.structs import ArenaState, ExecEntry
 
 U64 = 0xFFFFFFFFFFFFFFFF
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -181,16 +181,6 @@ def test_a_failed_launch_leaves_the_nodes_set(library: Any) -> None:
 NUMBERS = ("low", "high", "position", "mapped", "chunk", "handle", "guard", "unit", "further", "count")
 
 
-class State(ctypes.Structure):
-    """`pg_arena`."""
-
-    _fields_ = [
-        *[(n, ctypes.c_uint64) for n in NUMBERS],
-        ("error", ctypes.c_int64),
-        *[(n, ctypes.c_void_p) for n in ("map", "access", "desc")],
-    ]
-
-
 class Range:
     """An arena over nothing: mapping is noted, and fails after `room` chunks."""
 
@@ -205,7 +195,7 @@ class Range:
         low = 1 << 40
         pointers = [ctypes.cast(f, ctypes.c_void_p).value for f in self.keep]
         rule = (UNIT, further(layout))
-        self.state = State(low, low + size, low, low, 2 << 20, 5, 1 << 16, *rule, 0, 0, *pointers, None)
+        self.state = ArenaState(low, low + size, low, low, 2 << 20, 5, 1 << 16, *rule, 0, 0, *pointers, None)
 
     def take(self, library: Any, nbytes: int, phase: int = 0) -> int:
         return library.pg_arena_take(ctypes.addressof(self.state), nbytes, phase)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from support import host, launching, same
+from support import ExecOf, change_program, host, launching, same
 from support_native import CASE, SIDE, FakeDevice, made
 from torch import Tensor
 
 import pgraph
-from pgraph.errors import DriverError, LaunchError, LaunchMemoryError, MatchError
-from pgraph.launch.native import native_call
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.errors import DriverError, MatchError
+from pgraph.launch.native import native_launch, native_program
 from pgraph.native import libraries
-from pgraph.runtime.failures import before_all
-from pgraph.runtime.specialization import Specialization
 from pgraph.template.match import match
 from pgraph.template.recording import Allocation, NodeRecord, Recording
 from pgraph.template.template import Slot
@@ -44,11 +44,11 @@ STRIDES = [
 
 
 @pytest.mark.parametrize(("size", "stride", "right"), STRIDES)
-def test_a_variant_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
+def test_a_specialization_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
     """Each dimension's, the last one's too."""
-    _, (tensors, others) = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})
+    guards = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]}).guards
     x = torch.randn(4 * SIDE * SIDE).as_strided(size, stride)
-    assert Specialization(tensors, others).addresses([42, x]) == ([x.data_ptr()] if right else None)
+    assert guards.addresses([42, x]) == ([x.data_ptr()] if right else None)
 
 
 @pytest.mark.usefixtures("native_path")
@@ -56,8 +56,7 @@ def test_a_variant_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, 
 def test_c_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: bool) -> None:
     """As the specialization in Python does."""
     device = FakeDevice()
-    launcher, facts = made(device, {**CASE, "inputs": [(True, 0)]})
-    call = native_call(launcher, *facts)
+    call = native_launch([native_program(made(device, {**CASE, "inputs": [(True, 0)]}))])
     assert call is not None
     args = [42, torch.randn(4 * SIDE * SIDE).as_strided(size, stride)]
     launched = call(args) is not None
@@ -107,10 +106,10 @@ def mutating(x: Tensor, y: Tensor) -> Tensor:
 def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool) -> None:
     """Whoever gets them back runs the partition again."""
     device = FakeDevice()
-    launcher, facts = made(device, {**CASE, "inputs": [(True, 0)] * 3})
-    call = native_call(launcher, *facts)
+    program = made(device, {**CASE, "inputs": [(True, 0)] * 3})
+    call = native_launch([native_program(program)])
     assert call is not None
-    assert len(launcher.steps) > 1
+    assert len(program.chunks) > 1
 
     def short_of_memory() -> None:
         device.refuse_all = device.refuse_raw = True
@@ -121,18 +120,16 @@ def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool
         device.at_launch = short_of_memory
     else:
         short_of_memory()
-    args = [42, *(torch.randn(SIDE, SIDE) for _ in launcher.positions)]
+    args = [42, *(torch.randn(SIDE, SIDE) for _ in program.guards.tensors)]
     before = list(args)
-    with pytest.raises((DriverError, LaunchError, torch.OutOfMemoryError)) as caught:
+    with pytest.raises((DriverError, torch.OutOfMemoryError)) as caught:
         call(args)
     assert device.launches == ran + (wants == "launch")
     if ran:
         assert [a is None for a in args] == [False, True, True, True]
     else:
         assert all(a is b for a, b in zip(args, before, strict=True))
-    error = before_all(caught.value, launcher, args)
-    assert isinstance(error, LaunchError) != ran
-    assert isinstance(error, LaunchMemoryError) == (wants == "memory" and not ran)
+    assert caught.value.pgraph_launch == (0, ran)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["device", "memory"])
@@ -150,9 +147,9 @@ def test_a_partition_that_has_begun_is_not_begun_again(
         compiled(*arguments())
     (runner,) = pgraph.runtime.registry.live_capturable()
     (specialization,) = runner.specializations()
-    launcher: Any = specialization.launcher
-    steps, ran = launcher.steps, []
-    launched = [i for i, step in enumerate(steps) if step[1] is not None]
+    assert specialization.program is not None
+    chunks, ran = list(specialization.program.chunks), []
+    launched = [i for i, chunk in enumerate(chunks) if chunk.exec is not None]
     assert len(launched) > 1, "one chunk: nothing comes after it"
     error = DriverError("injected later") if kind == "device" else torch.OutOfMemoryError("injected later")
 
@@ -166,14 +163,15 @@ def test_a_partition_that_has_begun_is_not_begun_again(
 
         return run
 
-    second = launched[1]
-    changed = [(a, noting(run) if run else None, f, r) for a, run, f, r in steps]
+    for i in launched:
+        chunks[i] = dataclasses.replace(chunks[i], exec=ExecOf(noting(chunks[i].exec.launch)))
     if at == "launch":
-        changed[second] = (changed[second][0], fails, *changed[second][2:])
+        chunks[launched[1]] = dataclasses.replace(chunks[launched[1]], exec=ExecOf(fails))
     else:
-        real = launcher._empty
-        monkeypatch.setattr(launcher, "_empty", lambda *layout: fails() if ran else real(*layout))
-    launcher.steps = tuple(changed)
+        real = HostDriver.empty_strided
+        allocate = lambda self, *layout: fails() if ran else real(self, *layout)  # noqa: E731
+        monkeypatch.setattr(HostDriver, "empty_strided", allocate)
+    change_program(runner, chunks=tuple(chunks))
     plain = runner.stats.uncaptured_runs
     x, y = arguments()
     kept = y.clone()

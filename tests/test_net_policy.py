@@ -21,11 +21,11 @@ from pgraph.capture.record import record
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import CaptureError, DriverError
+from pgraph.launch.guards import Guards, TensorGuard, alignments
 from pgraph.ops.safety import refusal
 from pgraph.partition.split import scan
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
-from pgraph.runtime.specialization import Specialization, alignments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -65,10 +65,10 @@ def test_addresses_are_captured_as_aligned_as_they_are(
 
 @pytest.mark.parametrize("needed", [4, 8, 16, 32, 64])
 def test_every_bit_below_the_alignment_counts(needed: int) -> None:
-    specialization = Specialization(((0, (20,), (1,), needed - 1),), ())
+    guards = Guards((TensorGuard(0, (20,), (1,), needed - 1),))
     for low in (4, 8, 16, 32, 64):
         x = aligned(low)
-        assert specialization.addresses([x]) == ([x.data_ptr()] if low >= needed else None), low
+        assert guards.addresses([x]) == ([x.data_ptr()] if low >= needed else None), low
 
 
 def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() -> None:
@@ -83,7 +83,7 @@ def test_a_less_aligned_address_is_not_launched_with_the_more_aligned_capture() 
         same(compiled(x), scaled(x))
         assert (pgraph.report().captures, pgraph.report().launches) == (captures, launches), low
     (runner,) = registry.live_capturable()
-    assert sorted(v.tensors[0][3] for v in runner.specializations()) == [3, 7, 15]
+    assert sorted(v.guards.tensors[0].mask for v in runner.specializations()) == [3, 7, 15]
 
 
 # -- threads -------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_a_size_used_more_often_of_late_takes_the_place_of_an_old_one() -> None:
     call([90, 90, 90, n] * PATIENCE)
     assert pgraph.report().captures == captures + 1
     (runner,) = registry.live_capturable()
-    assert [v.tensors[0][1][0] for v in runner.specializations() if v.launcher is not None] == [90]
+    assert [v.guards.tensors[0].size[0] for v in runner.specializations() if v.program is not None] == [90]
 
 
 # -- order of draws ------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
 from pgraph.drivers.host.driver import HostDriver, HostExec
-from pgraph.launch.interpreter import Launcher
+from pgraph.launch import interpreter
+from pgraph.launch.program import Program
 from pgraph.template.packing import GRANULE
 
 KB = 1 << 10
@@ -75,11 +76,11 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    call, launch, empty = Launcher.__call__, HostExec.launch, HostDriver.empty_strided
+    call, launch, empty = interpreter._launch, HostExec.launch, HostDriver.empty_strided
 
-    def calling(self: Launcher, inputs: list[Any], addresses: list[int]) -> Any:
-        watch.begin(inputs)
-        return call(self, inputs, addresses)
+    def calling(program: Program, driver: Any, args: list[Any], addresses: list[int], index: int) -> Any:
+        watch.begin([args[guard.position] for guard in program.guards.tensors])
+        return call(program, driver, args, addresses, index)
 
     def launching_chunk(self: HostExec, bases: list[int], stream: int) -> int:
         watch.chunk()
@@ -90,7 +91,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         watch.hold(tensor)
         return tensor
 
-    monkeypatch.setattr(Launcher, "__call__", calling)
+    monkeypatch.setattr(interpreter, "_launch", calling)
     monkeypatch.setattr(HostExec, "launch", launching_chunk)
     monkeypatch.setattr(HostDriver, "empty_strided", allocating)
     return watch

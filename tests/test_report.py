@@ -13,6 +13,7 @@ from support import MLP, host
 import pgraph
 from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.reasons import Reason
+from pgraph.runtime.specialization import Standing, State
 from pgraph.runtime.statistics import PartitionStats, Report
 from pgraph.runtime.uncaptured import UncapturedPartition
 
@@ -37,7 +38,7 @@ class TestTexts(expecttest.TestCase):
     def test_a_report_without_anything(self) -> None:
         self.assertExpectedInline(
             str(pgraph.report()),
-            """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 refused""",
+            """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 refusals""",
         )
 
     def test_a_report_after_training(self) -> None:
@@ -47,14 +48,14 @@ class TestTexts(expecttest.TestCase):
         self.assertExpectedInline(
             numbered(str(pgraph.report())),
             """\
-pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refused, 248 B of execs
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refusals, 248 B of execs
   forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 uncaptured run, 96 B of execs
   backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 uncaptured run, 152 B of execs""",
         )
 
     def test_a_report_with_reasons(self) -> None:
         reason = Reason("shape", "no", "pad", "a:3")
-        partitions = (counted(0, reason=reason), counted(1, launches=2), counted(2, outside=(reason,)))
+        partitions = (counted(0, standings=[Standing(State.REFUSED, reason=reason)]), counted(1, launches=2), counted(2, outside=(reason,)))
         self.assertExpectedInline(
             str(Report(partitions)),
             """\

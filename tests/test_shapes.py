@@ -44,7 +44,7 @@ LIMIT = 3
 def kept() -> list[int]:
     """The sizes that have a capture."""
     (partition,) = registry.live_capturable()
-    return sorted(v.tensors[0][1][0] for v in partition.specializations() if v.launcher is not None)
+    return sorted(v.guards.tensors[0].size[0] for v in partition.specializations() if v.program is not None)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -174,7 +174,7 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
             for _ in range(sizes.choice((1, 1, 1, 2, 2, 40))):
                 y = compiled(x[:n])
                 made += 1
-            captured = [v for v in partition.specializations() if v.launcher is not None]
+            captured = [v for v in partition.specializations() if v.program is not None]
             execs.update(e for v in captured for e in v.built.execs)
             assert len(captured) <= 4
             assert torch.equal(y, running_sum(x[:n]))

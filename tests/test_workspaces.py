@@ -11,7 +11,9 @@ import torch
 from pgraph.capture import build
 from pgraph.drivers.cuda import workspaces
 from pgraph.drivers.host.driver import HostDriver
-from pgraph.launch.interpreter import Launcher
+from pgraph.launch.guards import Guards, TensorGuard
+from pgraph.launch.interpreter import launch_first
+from pgraph.launch.program import program_of
 from pgraph.native import libraries
 from pgraph.template.packing import survives
 from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
@@ -79,8 +81,10 @@ def test_a_tensor_in_a_cycle_is_no_workspace() -> None:
         return [torch.ops.aten.neg(torch.ops.aten.mul(x, 2)) + y]
 
     built = build.build(HostDriver(), code, [torch.randn(1000)], [16])
-    launcher = Launcher(built, [0])
+    program = program_of(built, Guards((TensorGuard(0, (1000,), (1,), 15),)))
     for _ in range(3):
         x = torch.randn(1000)
-        (result,), _ = launcher([x], [x.data_ptr()])
+        done = launch_first([program], [x])
+        assert done is not None
+        ((result,), *_) = done
         torch.testing.assert_close(result, (x + 1) - 2 * x)

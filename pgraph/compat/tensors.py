@@ -82,7 +82,7 @@ def tensor_shims() -> tuple[Callable[[list[torch.Tensor]], list[Any]], tuple[Any
 
 @functools.cache
 def tensor_layout() -> tuple[int, int]:
-    """Where a tensor's Python object holds the C++ tensor (Note [Handles in place] in `pgraph_call.c`).
+    """Where a tensor's Python object holds the C++ tensor (Note [Handles in place] in `launch.c`).
 
     Found by looking for the pointer to the implementation, which a handle of the shims begins with, in
     objects of several kinds.

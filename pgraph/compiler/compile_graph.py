@@ -24,6 +24,7 @@ from pgraph.compiler.borders import Borders, CompilePartition, bring_up_to_date
 from pgraph.compiler.resplit import Account, Memory, Source, Splitter
 from pgraph.drivers import choice
 from pgraph.drivers.interface import Driver
+from pgraph.launch.guards import Trait, lazy_bits, lazy_bits_and_type, storage_facts
 from pgraph.ops import op_names
 from pgraph.ops.fx import is_neutral, op_name
 from pgraph.ops.safety import refusal
@@ -38,7 +39,6 @@ from pgraph.runtime.graph_runner import GraphRunner
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
-from pgraph.runtime.specialization import Trait, all_that_ops_see, lazy_bits, lazy_bits_and_type
 from pgraph.runtime.uncaptured import UncapturedPartition
 
 __all__ = ["CompilePartition", "compile_partitions"]
@@ -281,7 +281,7 @@ def _watched(
     inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
     ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
     if ops & op_names.STORAGE_OFFSETS:
-        return dict.fromkeys(range(inputs), all_that_ops_see)
+        return dict.fromkeys(range(inputs), storage_facts)
     return dict.fromkeys(range(inputs) if kind == "backward" else lazy, lazy_bits_and_type)
 
 

@@ -224,7 +224,7 @@ class NativeCalls:
             current stream; 0 is success.
         raw_free: ``int32_t (void *memory)``.
         capturing: ``int (void *stream, int *status)``: is somebody capturing it? 0 is no; or None.
-        failed: (error code of a launch, whether it was the first) -> never: raises.
+        failed: (error code of a launch) -> never: raises.
     """
 
     empty: Callable[..., torch.Tensor]
@@ -234,7 +234,7 @@ class NativeCalls:
     raw_alloc: int
     raw_free: int
     capturing: int | None
-    failed: Callable[[int, bool], None]
+    failed: Callable[[int], None]
 
 
 class Driver(abc.ABC):
@@ -329,8 +329,8 @@ def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any
     """Replace functions in a namespace for the duration of the block, for this thread only.
 
     Note [Other threads run on]
-    The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of that
-    very code: it must go on with real memory, or its kernels would write to ghosts.
+    The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of
+    that very code: it must go on with real memory, or its kernels would write to ghosts.
     """
     before = {name: namespace[name] for name in replacements}
     namespace.update({name: _in_this_thread(new, before[name]) for name, new in replacements.items()})

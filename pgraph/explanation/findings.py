@@ -45,7 +45,7 @@ class PartitionExplanation:
     kind: str
     graph: int
     partition: int
-    state: statistics.State
+    state: statistics.PartitionState
     ops: tuple[tuple[str, int], ...]
     kernels: int | None
     captures: int

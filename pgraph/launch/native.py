@@ -1,12 +1,13 @@
-"""The launch path in C, for drivers that have one: `native/pgraph_call.c` runs what a `Launcher` laid out.
+"""Runs launch programs in C, for drivers that have the calls for it: `native/launch.c`.
 
 It saves the interpreter between the steps, most of all the check of some twenty tensors one by one. What
 that comes to on a machine, `bench/launch.py` shows: its column of native microseconds against the same run
-with ``PGRAPH_NATIVE=0``. `Launcher` stays the reference, and serves whatever the C path declines.
+with ``PGRAPH_NATIVE=0``. `pgraph.launch.interpreter` stays the reference, and serves whatever C declines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,103 +15,95 @@ from typing import Any
 import torch
 
 from pgraph import compat
-from pgraph.drivers.interface import Exec
-from pgraph.launch.interpreter import (
-    BLOCK,
-    BLOCK_VIEW,
-    CONSTANT,
-    INPUT_VIEW,
-    RESULT_VIEW,
-    Allocation,
-    Launcher,
-    Step,
-    view,
-)
+from pgraph.drivers.interface import Driver
+from pgraph.launch.interpreter import Launched
+from pgraph.launch.program import Program, Source
 from pgraph.native import libraries
 
-__all__ = ["native_call"]
+__all__ = ["Calls", "NativeLaunch", "native_launch", "native_program"]
+
+NativeLaunch = Callable[[list[Any]], "Launched | None"]
 
 
-def native_call(
-    launcher: Launcher,
-    tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int]],
-    others: Sequence[tuple[int, Any]],
-    traits: Sequence[tuple[int, Callable[[torch.Tensor], Any], Any]] = (),
-) -> Callable[[list[Any]], tuple[list[Any], int] | None] | None:
-    """A function of the partition's arguments that launches, or None where there is no native path.
-
-    It returns None, and has touched nothing, for arguments that are not right for this capture, on
-    another device, and inside somebody's capture. Otherwise the results and the number of rewritten
-    nodes; the arguments are then taken out of the list. It raises as `Launcher` does, and where nothing
-    has run the list is whole again.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """What a launch in C calls: Python functions, and addresses of C functions.
 
     Args:
-        launcher: laid out for the same capture.
-        tensors, others, traits: see `pgraph.runtime.specialization.Specialization`.
+        handles_of: tensors -> capsules with a handle each.
+        dim, size, stride, data_ptr: what reads a tensor through a handle.
+        delete_handle: frees a handle.
+        launch: `pg_launch` of `rebind.c`.
+        tensor_type: the Python class whose objects hold a C++ tensor in place.
+        tensor_offset, tensor_class: see `pgraph.compat.tensor_layout`.
+        empty, current_stream, current_device, index, raw_alloc, raw_free, capturing, failed: see
+            `pgraph.drivers.interface.NativeCalls`.
     """
-    built = launcher.built
-    module, calls, shims = libraries.load_call(), built.driver.native_calls(), compat.tensor_shims()
-    library = libraries.load()
-    if module is None or library is None or calls is None or shims is None:
+
+    handles_of: Callable[[list[torch.Tensor]], list[Any]]
+    dim: int
+    size: int
+    stride: int
+    data_ptr: int
+    delete_handle: int
+    launch: int
+    tensor_type: type
+    tensor_offset: int
+    tensor_class: int
+    empty: Callable[..., torch.Tensor]
+    current_stream: Callable[[int], int]
+    current_device: Callable[[], int]
+    index: int
+    raw_alloc: int
+    raw_free: int
+    capturing: int | None
+    failed: Callable[[int], None]
+
+
+def native_program(program: Program) -> Any:
+    """The program as C reads it, or None where there are no launches in C."""
+    module = libraries.load_call()
+    calls = _calls(program.built.driver)
+    execs = [chunk.exec for chunk in program.chunks if chunk.exec is not None]
+    if module is None or calls is None or any(e.entry is None for e in execs):
         return None
-    steps = list(zip(launcher.steps, built.execs, strict=True))
-    if any(launch is not None and e.entry is None for (_, launch, _, _), e in steps):
+    if any(getattr(module, source.name) != source for source in Source):
+        raise SystemError("launch/program.py and native/launch.c number the sources differently")
+    return module.program(program, calls)
+
+
+def native_launch(programs: Sequence[Any]) -> NativeLaunch | None:
+    """A function of a partition's arguments that launches, or None where there is no way in C.
+
+    It does what `pgraph.launch.interpreter.launch_first` does with the same programs, and returns and raises
+    the same, except that it also returns None where another device is current.
+
+    Args:
+        programs: made by `native_program`, of one partition.
+    """
+    if not programs or any(program is None for program in programs):
+        return None
+    module = libraries.load_call()
+    return functools.partial(module.call, tuple(programs)) if module is not None else None
+
+
+def _calls(driver: Driver) -> Calls | None:
+    library, of_driver, shims = libraries.load(), driver.native_calls(), compat.tensor_shims()
+    if library is None or of_driver is None or shims is None:
         return None
     handles_of, functions = shims
-    with_tensor = {index for source, index, _, _ in launcher.results if source in (BLOCK, BLOCK_VIEW)}
-    dtypes = {block: dtype for allocate, *_ in launcher.steps for block, _, _, dtype, *_ in allocate}
-    program = module.program(
-        tuple((position, (*size, *stride), mask) for position, size, stride, mask in tensors),
-        tuple(others),
-        tuple(traits),
-        tuple(_step(step, e, with_tensor) for step, e in steps),
-        tuple(_result(*result, dtypes) for result in launcher.results),
-        (len(built.template.regions), len(built.template.plan.blocks)),
-        (handles_of, calls.empty, calls.failed, calls.current_stream, calls.current_device),
-        (
-            *(libraries.address_of(function) for function in functions),
-            calls.raw_alloc,
-            calls.raw_free,
-            libraries.address_of(library.pg_launch),
-            calls.capturing or 0,
-        ),
-        (torch.Tensor, *compat.tensor_layout()),
-        calls.index,
-        built,  # kept alive: the steps hold addresses of its execs
+    dim, size, stride, data_ptr, delete_handle = (libraries.address_of(function) for function in functions)
+    tensor_offset, tensor_class = compat.tensor_layout()
+    return Calls(
+        handles_of,
+        dim,
+        size,
+        stride,
+        data_ptr,
+        delete_handle,
+        libraries.address_of(library.pg_launch),
+        torch.Tensor,
+        tensor_offset,
+        tensor_class,
+        **{field.name: getattr(of_driver, field.name) for field in dataclasses.fields(of_driver)},
     )
-    return functools.partial(module.call, program)
-
-
-def _step(step: Step, e: Exec, with_tensor: set[int]) -> tuple[Any, ...]:
-    allocate, launch, free, release = step
-    return (
-        tuple(_allocation(allocation, allocation[0] not in with_tensor) for allocation in allocate),
-        e.entry if launch is not None else 0,
-        tuple(free),
-        tuple(release),
-    )
-
-
-def _allocation(allocation: Allocation, raw: bool) -> tuple[Any, ...]:
-    block, size, stride, dtype, region, others = allocation
-    # What is raw was laid out as one dimension of bytes, or of some result's type: see `Launcher`.
-    nbytes = size[0] * dtype.itemsize if raw else 0
-    return block, (size, stride, dtype), nbytes, raw and nbytes > 0, ((region, 0), *others)
-
-
-def _result(
-    source: int, index: Any, layout: Any, offset: int, dtypes: dict[int, torch.dtype]
-) -> tuple[int, int, Any, tuple[Any, ...]]:
-    """(source, index, value or function that makes a view, the function's arguments after the owner)."""
-    if source == CONSTANT:
-        return source, 0, index, ()
-    if source == RESULT_VIEW:
-        return source, index, torch.as_strided, (*layout, offset)
-    if source not in (BLOCK_VIEW, INPUT_VIEW):
-        return source, index, None, ()
-    if source == BLOCK_VIEW and not (layout.conj or layout.neg) and layout.dtype == dtypes[index]:
-        # What `view` comes to; a block's tensor begins where its storage does.
-        steps, rest = divmod(offset + layout.offset, layout.dtype.itemsize)
-        if not rest:
-            return source, index, compat.reinterpret, (layout.size, layout.stride, steps)
-    return source, index, view, (layout, offset)

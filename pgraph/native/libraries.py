@@ -4,8 +4,8 @@ What pays for it, measured on an H200: setting a kernel node's parameters takes 
 and 0.47-0.70 us from Python. Launches work without it, through the Python path in
 `pgraph.drivers` and `pgraph.launch.interpreter`; set ``PGRAPH_NATIVE=0`` to force that.
 
-Three sources: `pgraph_native.c` needs nothing but C (`load`), `pgraph_call.c` is an extension module and
-needs Python's headers (`load_call`), as Triton's own launchers do; `pgraph_workspaces.cpp` needs a C++
+Three sources: `rebind.c` needs nothing but C (`load`), `launch.c` is an extension module and
+needs Python's headers (`load_call`), as Triton's own launchers do; `workspaces.cpp` needs a C++
 compiler and PyTorch's headers (`load_workspaces`). That one does what Python cannot: what becomes of
 captures without it is told in Note [Others' workspaces].
 """
@@ -29,6 +29,7 @@ import tempfile
 from typing import Any
 
 from pgraph.environment import WORDS
+from pgraph.native.structs import check_sizes
 
 __all__ = ["address_of", "load", "load_call", "load_workspaces"]
 
@@ -50,7 +51,8 @@ def load() -> ctypes.CDLL | None:
     elif not WORDS[wish.lower()]:
         return None
     try:
-        library = ctypes.CDLL(str(_build("pgraph_native.c")))
+        library = ctypes.CDLL(str(_build("rebind.c")))
+        check_sizes(library)
     except (OSError, subprocess.SubprocessError) as e:
         log.info("no native helper, launching from Python instead: %s", e)
         return None
@@ -64,14 +66,14 @@ def load() -> ctypes.CDLL | None:
 
 @functools.cache
 def load_call() -> Any | None:
-    """The extension module made of `pgraph_call.c`; None where `load` gives None, or without headers."""
+    """The extension module made of `launch.c`; None where `load` gives None, or without headers."""
     if load() is None:
         return None
     abi = sysconfig.get_config_var("SOABI")
     try:
-        path = str(_build("pgraph_call.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}"))
-        loader = importlib.machinery.ExtensionFileLoader("_pgraph_call", path)
-        spec = importlib.util.spec_from_file_location("_pgraph_call", path, loader=loader)
+        path = str(_build("launch.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}"))
+        loader = importlib.machinery.ExtensionFileLoader("_pgraph_launch", path)
+        spec = importlib.util.spec_from_file_location("_pgraph_launch", path, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
@@ -83,7 +85,7 @@ def load_call() -> Any | None:
 
 @functools.cache
 def load_workspaces() -> ctypes.CDLL | None:
-    """The library made of `pgraph_workspaces.cpp`; None where `load` gives None, or if it cannot be built."""
+    """The library made of `workspaces.cpp`; None where `load` gives None, or if it cannot be built."""
     if load() is None:
         return None
     import torch
@@ -95,7 +97,7 @@ def load_workspaces() -> ctypes.CDLL | None:
         if struct is None:
             raise OSError(f"{header} declares no WorkspaceMapWithMutex")
         path = _build(
-            "pgraph_workspaces.cpp",
+            "workspaces.cpp",
             "-std=c++17",
             f"-I{root / 'include'}",
             f"-L{root / 'lib'}",

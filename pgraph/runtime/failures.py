@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
 
-import torch
-
-from pgraph.errors import LaunchMemoryError
-from pgraph.launch.interpreter import Launcher
 from pgraph.reasons import Reason
 
-__all__ = ["before_all", "device_failed", "launch_failed", "unexpected"]
+__all__ = ["LaunchFailure", "device_failed", "launch_failed", "unexpected"]
 
 
-def before_all(error: Exception, launcher: Launcher | None, args: Sequence[Any]) -> Exception:
-    """A want of memory as a `LaunchMemoryError` if nothing has run: then the arguments are whole again."""
-    if not isinstance(error, torch.OutOfMemoryError) or launcher is None or not launcher.positions:
-        return error
-    if any(args[position] is None for position in launcher.positions):
-        return error
-    return LaunchMemoryError(str(error))
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchFailure:
+    """A launch that failed before anything had run.
+
+    Args:
+        reason: why there will be no more launches; None if it may go well next time.
+    """
+
+    reason: Reason | None
 
 
 def device_failed(error: Exception, times: int) -> Reason:

@@ -1,10 +1,8 @@
-"""What runs in place of a partition: plain code first, then a launch.
+"""What runs in place of a partition: its own code first, then a launch.
 
-A safe partition is a small state machine, one state per *specialization* (a set of integers, layouts and
-alignments of its arguments)::
-
-    COLD --uncaptured run--> WARM --captured twice, matched, planned--> READY: launch for ever
-                          \\--anything refused--> REFUSED: running uncaptured, with the reason
+Each set of sizes, layouts and alignments of its arguments is a *specialization* with a state machine of its
+own (`pgraph.runtime.specialization`): it is run uncaptured, then captured twice, matched, planned and
+launched for ever; or refused, and run uncaptured with the reason.
 
 Where one op is at fault, the partition is split around it instead (`pgraph.compiler.resplit`), and its
 pieces run in its place from then on.
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -28,30 +25,30 @@ from pgraph import compat
 from pgraph.capture.build import build
 from pgraph.capture.failures import may_pass
 from pgraph.drivers.interface import Driver
-from pgraph.errors import CaptureError, DriverError, LaunchError, LaunchMemoryError, MatchError
-from pgraph.launch.interpreter import Launcher
-from pgraph.launch.native import native_call
+from pgraph.errors import CaptureError, DriverError, MatchError
+from pgraph.launch.guards import Trait
+from pgraph.launch.interpreter import Launched
+from pgraph.launch.program import program_of
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import full_capture, observe, registry, statistics
-from pgraph.runtime.failures import before_all, device_failed, launch_failed, unexpected
-from pgraph.runtime.keeping import WAITING, Keeper
+from pgraph.runtime.cache import Captured, SpecializationCache
+from pgraph.runtime.failures import LaunchFailure, device_failed, launch_failed, unexpected
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Dimension, Sizes
-from pgraph.runtime.specialization import Specialization, State, Trait, key_of
+from pgraph.runtime.specialization import Specialization, State
 from pgraph.template.template import Template
 
 __all__ = ["PartitionRunner"]
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = (
-    3  # captures tried of one specialization that the device refuses, and of a partition that is refused
-)
+_ATTEMPTS = 3
+"""Captures tried of a specialization that the device refuses for the moment, and of a partition in all."""
 
-_LAUNCH_ERRORS = (LaunchError, DriverError, torch.OutOfMemoryError)
+_LAUNCH_ERRORS = (DriverError, torch.OutOfMemoryError)
 
 
 class PartitionRunner:
@@ -92,12 +89,8 @@ class PartitionRunner:
         self._namespaces = namespaces
         self._constants = constants
         self._static = static
-        self._watched = watched
         self._carries_tangents = options.codegen == "aten"  # Inductor's code never does
-        self._specializations: OrderedDict[Any, Specialization] = OrderedDict()
-        self._keeper = Keeper(options.max_captures, options.warmup)
-        self._last: Specialization | None = None
-        self._seen = 0  # launches counted when the slow path was last taken
+        self._cache = SpecializationCache(driver, options, watched, self._sizes, self.stats)
         self._refusals = self._failures = 0
         self._short = False
         self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
@@ -123,92 +116,60 @@ class PartitionRunner:
         if self._carries_tangents and compat.forward_mode():
             return self._run_uncaptured(args, None)  # a launch would lose the tangents without a word
         if compat.intercepted():
-            # Somebody wants to see these ops, and must not see the ghosts of a capture. (AOTAutograd itself
-            # looks on at a first call.)
+            # A mode or a transform is to see every op, and must not see the ghosts of a capture. (AOTAutograd
+            # itself is such a mode at a first call.)
             return self._run_uncaptured(args, self._choose(args, capture=False))
-        specialization = self._last
-        # Once: an eviction may take them away.
-        call, launcher = (
-            (specialization.call, specialization.launcher) if specialization is not None else (None, None)
-        )
-        if specialization is not None and call is not None:
-            done, failed = None, False
-            try:
-                if not compat.profiling():
-                    done = call(args)
-                elif specialization.addresses(args) is not None:
-                    done = in_range("launch", self._label, call, args)
-            except _LAUNCH_ERRORS as e:
-                self._failed(specialization, before_all(e, launcher, args))
-                failed = True
-            if failed:  # not in the handler: the error's frames hold memory
-                self._insist(specialization.reason)
-                return self._run_uncaptured(args, None)
-            if done is not None:
-                self.stats.launches += 1
-                self.stats.rewritten_nodes += done[1]
-                return done[0]
-        addresses = (
-            specialization.addresses(args) if launcher is not None and specialization is not None else None
-        )
-        if addresses is None:
+        captured = self._cache.captured  # once: an eviction may replace it
+        launched = specialization = failed = None
+        try:
+            launched = self._launch(captured, args)
+        except _LAUNCH_ERRORS as e:
+            failed = self._failed(captured, e)
+        if launched is None and failed is None:
             specialization = self._choose(args)
             if self._pending is not None:
                 self._resolve()
-                instead = self._instead
-                if instead is not None:
-                    return instead(args)
-            launcher = specialization.launcher if specialization is not None else None
-            addresses = (
-                specialization.addresses(args)
-                if launcher is not None and specialization is not None
-                else None
-            )
-        if launcher is None or addresses is None or self._driver.is_capturing():
+            instead = self._instead
+            if instead is not None:
+                return instead(args)
+            captured = self._cache.captured
+            if specialization is not None and specialization.state is State.CAPTURED:
+                try:
+                    launched = self._launch(captured, args, anywhere=True)
+                except _LAUNCH_ERRORS as e:
+                    failed = self._failed(captured, e)
+        if failed is not None:  # not in a handler: the error's frames hold memory
+            self._insist(failed.reason)
+            return self._run_uncaptured(args, None)
+        if launched is None:
             return self._run_uncaptured(args, specialization)
-        assert specialization is not None
-        inputs = []
-        for position in launcher.positions:
-            inputs.append(args[position])
-            args[position] = None
-        try:
-            if compat.profiling():
-                results, rewritten = in_range("launch", self._label, launcher, inputs, addresses)
-            else:
-                results, rewritten = launcher(inputs, addresses)
-        except _LAUNCH_ERRORS as e:
-            for position, tensor in zip(launcher.positions, inputs, strict=True):
-                args[position] = tensor
-            self._failed(specialization, e)
-        else:
-            self.stats.launches += 1
-            self.stats.rewritten_nodes += rewritten
-            return results
-        self._insist(specialization.reason)
-        return self._run_uncaptured(args, None)  # not in the handler: the error's frames hold memory
+        results, rewritten, index = launched
+        self.stats.launches += 1
+        self.stats.rewritten_nodes += rewritten
+        if not self._cache.is_latest(captured.specializations[index]):
+            with self._lock:
+                self._cache.launched(captured.specializations[index])
+        return results
 
     def specializations(self) -> list[Specialization]:
-        """All specializations, least recently used first."""
+        """All of them, least recently used first."""
         with self._lock:
-            return list(self._specializations.values())
+            return self._cache.all()
 
     def template(self) -> Template | None:
-        """What the capture in use left behind; None if there is none."""
+        """What the capture used last left behind; None if there is none."""
         with self._lock:
-            found = [v for v in (self._last, *reversed(self._specializations.values())) if v is not None]
-        return next((v.built.template for v in found if v.built is not None), None)
+            captured = [s for s in self._cache.all() if s.program is not None]
+        latest = max(captured, key=lambda s: s.use.latest, default=None)
+        return latest.built.template if latest is not None and latest.built is not None else None
 
     def reset(self) -> None:
         """Free everything captured; the partition starts again."""
         with self._lock:
-            for specialization in self._specializations.values():
-                self._release(specialization)
-            self._specializations.clear()
-            self._keeper = Keeper(self._options.max_captures, self._options.warmup)
-            self._last = self._pending = None
+            self._cache.clear()
+            self._pending = None
             self._refusals = self._failures = 0
             self._given_up.clear()
-            self.stats.reason = None
 
     def replace(self, run: Boxed) -> None:
         """Have other code run in this partition's place, what was split from it."""
@@ -223,32 +184,40 @@ class PartitionRunner:
 
     def give_up(self, reason: Reason) -> None:
         """Come back, to run uncaptured: what was split from it could not be captured either."""
-        self.stats.reason = reason
+        self.stats.give_up(reason)
         self._instead = None
         log.warning("%s runs uncaptured: %s", self.name, reason)
 
-    # -- the slow path ----------------------------------------------------------------------
+    # -- launches -----------------------------------------------------------------------------
 
-    def _failed(self, specialization: Specialization, error: Exception) -> None:
+    def _launch(self, captured: Captured, args: list[Any], *, anywhere: bool = False) -> Launched | None:
+        """(results, rewritten nodes, which specialization), or None and `args` is untouched."""
+        launch = captured.launch_anywhere if anywhere else captured.launch
+        if not compat.profiling():
+            return launch(args)
+        return in_range("launch", self._label, launch, args) if captured.accept(args) else None
+
+    def _failed(self, captured: Captured, error: Exception) -> LaunchFailure:
         """A launch failed: run uncaptured, and from now on if it was not for want of memory.
 
         Raises:
             DriverError, torch.OutOfMemoryError: `error` itself, if a part of the partition has run already.
         """
-        if isinstance(error, torch.OutOfMemoryError):
+        index, ran = getattr(error, "pgraph_launch", (None, True))
+        memory = isinstance(error, torch.OutOfMemoryError)
+        reason = None
+        if memory and not ran:
+            self._short_of_memory(error)
+        elif index is not None and not memory:
+            reason = launch_failed(error)
+            with self._lock:
+                self._refuse(captured.specializations[index], reason)
+        if ran:
             try:
                 raise error
             finally:
                 del error  # else it and this frame hold each other, and all that the launch had
-        if isinstance(error, LaunchMemoryError):
-            self._short_of_memory(error)
-            return
-        self._refuse(specialization, launch_failed(error))
-        if isinstance(error, DriverError):
-            try:
-                raise error
-            finally:
-                del error
+        return LaunchFailure(reason)
 
     def _run_uncaptured(self, args: list[Any], specialization: Specialization | None) -> Any:
         if compat.profiling():
@@ -258,21 +227,22 @@ class PartitionRunner:
         self.stats.uncaptured_runs += 1
         if specialization is not None:
             with self._lock:
-                specialization.runs += 1
-                specialization.threads.add(threading.get_ident())
-                self._keeper.ran(specialization.use, self.stats.launches)
+                self._cache.ran(specialization)
         return result
 
+    # -- captures -----------------------------------------------------------------------------
+
     def _choose(self, args: list[Any], *, capture: bool = True) -> Specialization | None:
-        """The specialization for these arguments, captured if it is due and may be; None to run
-        uncaptured."""
+        """The specialization for these arguments, captured if it is due and may be.
+
+        Returns:
+            None if it never will be: there are none like these, or within somebody's capture.
+        """
         if self._driver.is_capturing():
             return None
         with self._lock:
-            if self._last is not None and self._seen != self.stats.launches:
-                self._keeper.used(self._last.use)  # the fast path does not tell
-            self._seen = self.stats.launches
-            specialization = self._find(args)
+            self._cache.catch_up()
+            specialization = self._cache.find(args)
             if specialization is None:
                 if not self._sizes.wanted(args):
                     return None
@@ -280,109 +250,41 @@ class PartitionRunner:
                     self._insist(self.stats.reason)
                     self._give_up(args)
                     return None
-                specialization = self._specialization(args)
+                specialization = self._cache.get(args)
                 if specialization is None:
                     return None
-            due = capture and specialization.state is State.WARM and self._due(specialization)
-            if due and self._has_room(specialization, args):
+            due = capture and specialization.due(self._options.warmup)
+            if due and self._cache.has_room(specialization, args):
                 if compat.profiling():
                     in_range("capture", self._label, self._capture, specialization, args)
                 else:
                     self._capture(specialization, args)
             self._insist(specialization.reason)
-            if specialization.launcher is not None:
-                self._last = specialization
-            elif specialization.reason is not None:
+            if specialization.state is State.REFUSED:
                 self._give_up(args)
-            return specialization
+        return specialization
 
     def _give_up(self, args: Sequence[Any]) -> None:
         """Next time, look no further than the sizes: what never launches should cost no more than that."""
-        if self._pending is None and not self._captured() and not self._options.require_full_capture:
+        captured = bool(self._cache.captured.programs)
+        if self._pending is None and not captured and not self._options.require_full_capture:
             self._given_up.add(self._sizes.of(args))
 
-    def _find(self, args: Sequence[Any]) -> Specialization | None:
-        """The specialization that can be launched on these arguments; it becomes the most recently used."""
-        for key, specialization in reversed(self._specializations.items()):
-            if specialization.launcher is not None and specialization.addresses(args) is not None:
-                self._specializations.move_to_end(key)
-                self._keeper.used(specialization.use)
-                return specialization
-        return None
-
-    def _captured(self) -> list[Specialization]:
-        """Variants with a capture, least recently used first."""
-        return sorted(
-            (v for v in self._specializations.values() if v.launcher is not None), key=lambda v: v.use.latest
-        )
-
-    def _has_room(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        """Whether a specialization may have a capture, if need be in another's place (Note [Taking
-        turns])."""
-        captured = self._captured()
-        if len(captured) < self._options.max_captures:
-            return True
-        oldest, launches = captured[0].use, self.stats.launches
-        if self._keeper.admits(specialization.use, specialization.runs, oldest, len(captured), launches):
-            return True
-        if self._keeper.patient(specialization.runs):
-            self._sizes.crowded(args)
-        return False
-
-    def _due(self, specialization: Specialization) -> bool:
-        """Warm runs done, at least one of them in this thread: library handles belong to threads."""
-        if specialization.runs < self._options.warmup:
-            return False
-        return (
-            threading.get_ident() in specialization.threads or specialization.runs >= self._options.warmup + 3
-        )
-
-    def _specialization(self, args: Sequence[Any]) -> Specialization | None:
-        """The one for these layouts, made if need be; None for tensors that lie nowhere (batched, fake)."""
-        key = key_of(args, self._driver.device, self._driver.alignment, self._watched)
-        if key is None:
-            return None
-        specialization = self._specializations.get(key)
-        if specialization is None:
-            waiting = [k for k, v in self._specializations.items() if v.launcher is None]
-            for k in waiting[: len(waiting) - WAITING + 1]:
-                del self._specializations[k]
-            specialization = self._specializations[key] = Specialization(*key)
-        self._specializations.move_to_end(key)
-        return specialization
-
-    def _make_room(self) -> None:
-        """Drop the least recently used capture if there is one too many."""
-        for gone in self._captured()[: -self._options.max_captures]:
-            self._release(gone)
-            gone.restart()
-            if gone is self._last:
-                self._last = None
-            self._keeper.dropped()
-            self._sizes.evicted()
-
-    def _release(self, specialization: Specialization) -> None:
-        """Let its execs go: they are freed with their last reference (Note [Freed by reference])."""
-        with self._lock:
-            if specialization.built is not None:
-                self.stats.released(specialization.built)
-            specialization.built = specialization.launcher = specialization.call = None
-
     def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
-        kept = frozenset(
-            i for i, (position, *_) in enumerate(specialization.tensors) if position in self._static
-        )
+        tensors = specialization.guards.tensors
+        kept = frozenset(i for i, guard in enumerate(tensors) if guard.position in self._static)
         try:
             built = build(
                 self._driver,
                 self._plain,
                 args,
-                [mask + 1 for *_, mask in specialization.tensors],
+                [guard.mask + 1 for guard in tensors],
                 namespaces=self._namespaces,
                 constants=self._constants,
                 kept_inputs=kept,
                 slack_bytes=self._options.memory_slack_mb << 20,
             )
+            program = program_of(built, specialization.guards)
         except (CaptureError, MatchError) as e:
             self._refuse(specialization, self.stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:
@@ -396,28 +298,21 @@ class PartitionRunner:
             if self.piece is not None:
                 self.piece.captured()
                 self.piece = None
-            specialization.built = built
-            specialization.launcher = Launcher(built, [position for position, *_ in specialization.tensors])
-            specialization.call = native_call(
-                specialization.launcher, specialization.tensors, specialization.others, specialization.traits
-            )
-            self._keeper.used(specialization.use)
-            self._make_room()
-            self.stats.captured(built)
+            self._cache.add(specialization, program)
             self._sizes.captured(args)
 
     def _later(self, specialization: Specialization, error: Exception) -> None:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""
-        specialization.failures += 1
-        specialization.runs = 0
+        specialization.postponed()
+        failures = specialization.standing.failures
         self._failures += 1  # of all specializations: one that is seldom seen, or evicted, forgets its own
-        if specialization.failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
-            self._refuse(specialization, device_failed(error, max(specialization.failures, self._failures)))
+        if failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
+            self._refuse(specialization, device_failed(error, max(failures, self._failures)))
         else:
             log.info("%s could not be captured yet: %s", self.name, str(error))
 
-    def _short_of_memory(self, error: LaunchMemoryError) -> None:
-        """Nothing has run: the plain code may do with less, or fails as it would without pgraph."""
+    def _short_of_memory(self, error: Exception) -> None:
+        """Nothing has run: the partition's own code may do with less, or fails as it would without pgraph."""
         log.log(
             logging.INFO if self._short else logging.WARNING,
             "%s ran uncaptured for once, there was no memory for a launch: %s",
@@ -429,18 +324,18 @@ class PartitionRunner:
     def _refuse(
         self, specialization: Specialization, reason: Reason, culprit: Dispatch | None = None
     ) -> None:
-        self._release(specialization)
-        specialization.reason = reason
+        self._cache.release(specialization)
         self._refusals += 1
         if self.piece is not None:
             self._pending = specialization, reason, culprit
+            specialization.refused(reason)
         else:
-            self._tell(reason)
+            self._tell(specialization, reason)
 
     def _resolve(self) -> None:
         """After a refusal: split, if one op is to blame for it, or run uncaptured. Called without the lock.
 
-        Compiling takes other locks, which somebody may hold who waits for this partition's (Dynamo's reset).
+        Compiling takes other locks, which a thread may hold that waits for this partition's (Dynamo's reset).
         """
         with self._lock:
             piece, pending = self.piece, self._pending
@@ -454,13 +349,18 @@ class PartitionRunner:
             with self._lock:
                 self.piece = self._pending = None
                 if told is not None:
-                    specialization.reason = told
-                    self._tell(told)
+                    self._tell(specialization, told)
 
-    def _tell(self, reason: Reason) -> None:
-        told = self.stats.reason is not None and self.stats.reason.code == reason.code
-        log.log(logging.INFO if told else logging.WARNING, "%s runs uncaptured: %s", self.name, reason)
-        self.stats.reason = reason
+    def _tell(self, specialization: Specialization, reason: Reason) -> None:
+        others = [s.reason for s in self.stats.standings if s is not specialization.standing]
+        before = {other.code for other in others if other is not None}
+        specialization.refused(reason)
+        log.log(
+            logging.INFO if reason.code in before else logging.WARNING,
+            "%s runs uncaptured: %s",
+            self.name,
+            reason,
+        )
 
     def _insist(self, reason: Reason | None) -> None:
         """In hard mode a refusal is an error, at this call and at every later one.

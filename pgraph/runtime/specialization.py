@@ -1,160 +1,128 @@
-"""One set of layouts and alignments of a partition's arguments, and what has become of it."""
+"""One set of sizes, layouts and alignments of a partition's arguments, and what has become of it.
+
+The state machine, from which reports and explanations derive all that they say::
+
+              ran                captured
+    NOT RUN -------> WARMING UP ----------> CAPTURED
+       ^                |   |                 |   |
+       |    postponed   |   |     refused     |   |
+       +----------------+   +----> REFUSED <--+   |
+       |                    evicted               |
+       +------------------------------------------+
+
+A refused one stays refused until `pgraph.reset()`, and says nothing of the others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import threading
 from typing import Any
 
-import torch
-
 from pgraph.capture.build import Built
-from pgraph.compat import assert_size_stride
-from pgraph.launch.interpreter import Launcher
+from pgraph.launch.guards import Guards
+from pgraph.launch.program import Program
 from pgraph.reasons import Reason
 from pgraph.runtime.keeping import Use
 
-__all__ = [
-    "Specialization",
-    "State",
-    "Trait",
-    "alignments",
-    "all_that_ops_see",
-    "key_of",
-    "lazy_bits",
-    "lazy_bits_and_type",
-]
-
-Trait = Callable[[torch.Tensor], Any]
-
-
-def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """(conjugated, negated) when it is read: Note [Lazy conjugates] in `pgraph.compat`."""
-    return tensor.is_conj(), tensor.is_neg()
-
-
-def lazy_bits_and_type(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
-    """The same and the type of the elements."""
-    return tensor.is_conj(), tensor.is_neg(), tensor.dtype
-
-
-def all_that_ops_see(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype, int]:
-    """The same and the storage offset in elements: what `as_strided` counts from."""
-    return tensor.is_conj(), tensor.is_neg(), tensor.dtype, int(tensor.storage_offset())
+__all__ = ["Specialization", "Standing", "State"]
 
 
 class State(enum.Enum):
     """Where a specialization stands."""
 
-    COLD = "cold"
-    WARM = "warm"
-    READY = "ready"
+    NOT_RUN = "not run"
+    WARMING_UP = "warming up"
+    CAPTURED = "captured"
     REFUSED = "refused"
 
 
-@dataclasses.dataclass(slots=True)
-class Specialization:
-    """One set of layouts and alignments, and what has become of it.
+@dataclasses.dataclass(slots=True, eq=False)
+class Standing:
+    """What a report sees of a specialization: no code, no tensor, no exec.
 
     Args:
-        tensors: per device tensor: (position among the arguments, size, stride, address bits that must
-            be 0: the alignment needed less 1).
-        others: (position, value) of the integers that the code was specialized for.
-        traits: (position, function, what it says of the tensor) where layout and address do not say all.
+        state: of the state machine.
+        runs: uncaptured runs since it began to warm up.
+        failures: captures that the device could not make just then.
+        reason: why it is refused.
     """
 
-    tensors: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
-    others: tuple[tuple[int, Any], ...]
-    traits: tuple[tuple[int, Trait, Any], ...] = ()
+    state: State = State.NOT_RUN
     runs: int = 0
     failures: int = 0
-    threads: set[int] = dataclasses.field(default_factory=set)
-    built: Built | None = None
-    launcher: Launcher | None = None
-    call: Callable[[list[Any]], tuple[list[Any], int] | None] | None = None
     reason: Reason | None = None
-    use: Use = dataclasses.field(default_factory=Use)
 
-    def restart(self) -> None:
-        """Begin anew: its capture went for another's sake."""
-        self.runs, self.use = 0, Use()
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Specialization:
+    """A specialization and its capture. Changed with the partition's lock held.
+
+    Args:
+        guards: what holds of its arguments.
+        standing: its state.
+        program: launches its capture, while there is one.
+        native: the same program as C reads it, where there are launches in C.
+        use: when it was used.
+        threads: that have run it uncaptured.
+    """
+
+    guards: Guards
+    standing: Standing = dataclasses.field(default_factory=Standing)
+    program: Program | None = None
+    native: Any = None
+    use: Use = dataclasses.field(default_factory=Use)
+    threads: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def state(self) -> State:
-        if self.reason is not None:
-            return State.REFUSED
-        if self.launcher is not None:
-            return State.READY
-        return State.WARM if self.runs else State.COLD
+        return self.standing.state
 
-    def addresses(self, args: Sequence[Any]) -> list[int] | None:
-        """Addresses of the device tensors if a launch of this specialization is right for `args`, else None.
+    @property
+    def reason(self) -> Reason | None:
+        return self.standing.reason
 
-        Note [Alignment is part of the contract]
-        Kernels were chosen for the alignment of the captured addresses; a less aligned address
-        needs another capture.
-        """
-        for position, value in self.others:
-            if args[position] != value:
-                return None
-        found = []
-        try:
-            for position, size, stride, mask in self.tensors:
-                tensor = args[position]
-                address = tensor.data_ptr()
-                if address & mask:
-                    return None
-                assert_size_stride(tensor, size, stride)
-                found.append(address)
-            for position, trait, value in self.traits:
-                if trait(args[position]) != value:
-                    return None
-        except (AssertionError, RuntimeError):  # another layout, or a tensor that lies nowhere
-            return None
-        return found
+    @property
+    def built(self) -> Built | None:
+        """Its template and execs, while it is captured."""
+        return self.program.built if self.program is not None else None
 
+    def ran(self) -> None:
+        """It was run uncaptured, by this thread."""
+        self.standing.runs += 1
+        self.threads.add(threading.get_ident())
+        if self.state is State.NOT_RUN:
+            self.standing.state = State.WARMING_UP
 
-def key_of(
-    args: Sequence[Any], device: torch.device, usual: int, watched: Mapping[int, Trait]
-) -> tuple[Any, Any, Any] | None:
-    """The first three arguments of the `Specialization` for these; None if a tensor lies nowhere (batched,
-    fake).
+    def due(self, warmup: int) -> bool:
+        """Warm runs are done, at least one of them in this thread: library handles belong to threads."""
+        if self.state is not State.WARMING_UP or self.standing.runs < warmup:
+            return False
+        return threading.get_ident() in self.threads or self.standing.runs >= warmup + 3
 
-    Args:
-        args: of a partition.
-        device: whose tensors count.
-        usual: bytes to which the device's allocator aligns.
-        watched: positions of which more must stay than layout and alignment.
-    """
-    tensors, others, traits, addresses = [], [], [], []
-    for position, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            if value.device != device:
-                continue  # CPU seeds of attention without dropout: never read
-            try:
-                addresses.append(value.data_ptr())
-            except RuntimeError:
-                return None
-            tensors.append((position, tuple(value.size()), tuple(value.stride())))
-            if position in watched:
-                traits.append((position, watched[position], watched[position](value)))
-        elif isinstance(value, int | float | bool):
-            others.append((position, value))
-    aligned = alignments(addresses, usual)
-    layouts = tuple((*t, a - 1) for t, a in zip(tensors, aligned, strict=True))
-    return layouts, tuple(others), tuple(traits)
+    def captured(self, program: Program, native: Any) -> None:
+        """From now on it is launched."""
+        assert self.state is State.WARMING_UP, self.state
+        self.program, self.native = program, native
+        self.standing.state = State.CAPTURED
 
+    def postponed(self) -> None:
+        """The device could not capture it just now: it warms up again."""
+        assert self.state is State.WARMING_UP, self.state
+        self.standing.failures += 1
+        self.standing.runs = 0
+        self.standing.state = State.NOT_RUN
 
-def alignments(addresses: Sequence[int], usual: int) -> list[int]:
-    """The alignment to capture each address with, in bytes.
+    def evicted(self) -> None:
+        """Its capture went for another's sake: it begins anew."""
+        assert self.state is State.CAPTURED, self.state
+        self.program, self.native, self.use = None, None, Use()
+        self.standing.runs = 0
+        self.standing.state = State.NOT_RUN
 
-    Few classes, so that addresses that wander (slices of one large buffer) do not ask for a capture
-    each: all as the allocator aligns, or all to 16 bytes (what vector loads and tensor maps need),
-    or each by itself.
-    """
-    lows = [(a & -a) if a else usual for a in addresses]
-    for common in (usual, 16):
-        if all(low >= common for low in lows):
-            return [common] * len(lows)
-    return [min(low, 16) for low in lows]
+    def refused(self, reason: Reason) -> None:
+        """It runs uncaptured for good, and why."""
+        self.program = self.native = None
+        self.standing.reason = reason
+        self.standing.state = State.REFUSED

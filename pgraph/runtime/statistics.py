@@ -12,11 +12,12 @@ from pgraph.capture.build import Built
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
+from pgraph.runtime.specialization import Standing, State
 from pgraph.text import amount
 
-__all__ = ["PartitionStats", "Report", "State"]
+__all__ = ["PartitionState", "PartitionStats", "Report"]
 
-State = Literal["captured", "uncaptured", "too small", "refused", "warming up", "not run"]
+PartitionState = Literal["captured", "uncaptured", "too small", "refused", "warming up", "not run"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,7 +38,7 @@ class PartitionStats:
         plain_runs: calls served by plain code (warm-up included).
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
-        reason: why it fell back, if it did.
+        standings: of its specializations.
     """
 
     name: str
@@ -53,7 +54,7 @@ class PartitionStats:
     uncaptured_runs: int = 0
     splits: int = 0
     split_s: float = 0.0
-    reason: Reason | None = None
+    standings: list[Standing] = dataclasses.field(default_factory=list)
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
@@ -68,27 +69,45 @@ class PartitionStats:
         """Its execs are let go (evicted, reset, refused)."""
         self.exec_bytes -= sum(e.nbytes for e in built.execs)
 
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Why it stays outside: by the rules, or because its capture was refused."""
-        return (*self.facts.reasons, *((self.reason,) if self.reason else ()))
+    def give_up(self, reason: Reason) -> None:
+        """What was split from it could not be captured either: this is why, for all that was refused."""
+        refused = [s for s in self.standings if s.state is State.REFUSED] or [Standing(State.REFUSED)]
+        for standing in refused:
+            standing.reason = reason
+        self.standings += [s for s in refused if s not in self.standings]
 
     @property
-    def state(self) -> State:
-        """Where it stands; "uncaptured" and "too small" were decided when it was compiled."""
+    def refusals(self) -> tuple[Reason, ...]:
+        """Why specializations of it are refused, the latest last."""
+        return tuple(dict.fromkeys(s.reason for s in self.standings if s.reason is not None))
+
+    @property
+    def reason(self) -> Reason | None:
+        """The latest of these."""
+        return self.refusals[-1] if self.refusals else None
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it stays outside: by the rules, or because captures were refused."""
+        return (*self.facts.reasons, *self.refusals)
+
+    @property
+    def state(self) -> PartitionState:
+        """Where it stands: its best specialization decides. What the rules say was decided before."""
         if not self.facts.safe:
             small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
-        if self.reason is not None:
-            return "refused"
-        if self.captures:
+        states = {standing.state for standing in self.standings}
+        if State.CAPTURED in states:
             return "captured"
+        if State.REFUSED in states:
+            return "refused"
         return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
         counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del counters["facts"], counters["reason"]
+        del counters["facts"], counters["standings"]
         return {
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,

@@ -273,10 +273,10 @@ def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.Monke
             x, w = randn(256, 256, grad=True), randn(256, 256, grad=True)
             if i == 4:
                 torch.cuda.reset_peak_memory_stats()
-                for specialization in (v for p in partitions() for v in p.specializations()):
-                    assert (specialization.call is None) is disabled, explain()
-                    if specialization.call is not None:
-                        specialization.call = watched(specialization.call)
+                for captured in (partition._cache.captured for partition in partitions()):
+                    assert (captured.native is None) is disabled, explain()
+                    if captured.native is not None:
+                        captured.native = watched(captured.native)
             compiled(x, w).sum().backward()
             del x, w
         assert served == [True] * (0 if disabled else 8), f"{served}{explain()}"

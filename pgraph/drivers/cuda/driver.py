@@ -43,7 +43,7 @@ from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
-from pgraph.errors import CaptureError, DriverError, LaunchError
+from pgraph.errors import CaptureError, DriverError
 from pgraph.native import libraries
 from pgraph.native.libraries import address_of
 from pgraph.ops import op_names
@@ -302,13 +302,8 @@ def _native_calls(index: int) -> NativeCalls | None:
     )
 
 
-def _launch_failed(code: int, first: bool) -> None:
-    try:
-        _check((cu.CUresult(code),))
-    except DriverError as e:
-        if first:
-            raise LaunchError(str(e)) from e
-        raise
+def _launch_failed(code: int) -> None:
+    _check((cu.CUresult(code),))
 
 
 def _clear_last_error() -> None:

@@ -21,6 +21,7 @@ from pgraph.drivers.cuda.nodes import check, node_reason
 from pgraph.drivers.interface import Exec
 from pgraph.errors import CaptureError
 from pgraph.native import libraries
+from pgraph.native.structs import ExecEntry, LaunchCalls, NodeEntry, SlotEntry
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
@@ -71,39 +72,6 @@ class _KernelStruct(ctypes.Structure):
     ]
 
 
-class _NodeEntry(ctypes.Structure):
-    """`pg_node` of the native helper."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("node", ctypes.c_void_p),
-        ("params", ctypes.c_void_p),
-        ("first", ctypes.c_int64),
-        ("last", ctypes.c_int64),
-    ]
-
-
-class _SlotEntry(ctypes.Structure):
-    """`pg_slot` of the native helper."""
-
-    _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
-
-
-class _ExecEntry(ctypes.Structure):
-    """`pg_exec` of the native helper."""
-
-    _fields_ = [
-        ("calls", ctypes.c_void_p),
-        ("exec", ctypes.c_void_p),
-        ("ctx", ctypes.c_void_p),
-        ("nodes", ctypes.c_void_p),
-        ("n_nodes", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
-        ("words", ctypes.c_void_p),
-        ("busy", ctypes.c_int64),
-    ]
-
-
 @functools.cache
 def _calls() -> Any:
     """The driver functions called by hand, and `pg_calls`: the table of those that a launch needs."""
@@ -120,7 +88,7 @@ def _calls() -> Any:
     kernel.argtypes = [ctypes.c_void_p] * 3
     copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 4
     launch.argtypes = anchor_copy.argtypes = anchor_fill.argtypes = [ctypes.c_void_p] * 2
-    table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions[:4]])
+    table = LaunchCalls(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions[:4]])
     return functions, table
 
 
@@ -216,7 +184,7 @@ class CudaExec(Exec):
         self._layout(handles, nodes[first:last], slots, first)
         library = libraries.load()
         self._native = library.pg_launch if library is not None else None
-        self._struct_entry = _ExecEntry(
+        self._struct_entry = ExecEntry(
             calls=ctypes.addressof(_calls()[1]),
             exec=int(self._exec),
             ctx=int(self._ctx),
@@ -240,16 +208,16 @@ class CudaExec(Exec):
         base = -(-ctypes.addressof(self._memory) // 64) * 64
         self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
         self._keep: list[Any] = []
-        self._entries = (_NodeEntry * len(nodes))()
-        self._slots = (_SlotEntry * len(slots))()
+        self._entries = (NodeEntry * len(nodes))()
+        self._slots = (SlotEntry * len(slots))()
         at = 0
         for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
             ctypes.memmove(base + start, node.params, len(node.params))
             mine = slots[at : _end(slots, at, first + i)]
             for k, s in enumerate(mine):
-                self._slots[at + k] = _SlotEntry((start + s.offset) // 8, s.region, s.delta)
+                self._slots[at + k] = SlotEntry((start + s.offset) // 8, s.region, s.delta)
             struct = self._struct(node, base + start)
-            self._entries[i] = _NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
+            self._entries[i] = NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
             at += len(mine)
 
     def _struct(self, node: NodeRecord, address: int) -> int:

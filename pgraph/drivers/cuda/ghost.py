@@ -21,6 +21,7 @@ from pgraph.drivers.cuda.nodes import check
 from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
 from pgraph.errors import DriverError
 from pgraph.native import libraries
+from pgraph.native.structs import ArenaState
 
 __all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace", "unlimited"]
 
@@ -35,27 +36,6 @@ _START = 0x5000_0000
 _STRIDE = 8 << 30
 _arenas = itertools.count()
 _GUARD = 256 << 10
-
-
-class _State(ctypes.Structure):
-    """`pg_arena` of the native helper."""
-
-    _fields_ = [
-        ("low", ctypes.c_uint64),
-        ("high", ctypes.c_uint64),
-        ("position", ctypes.c_uint64),
-        ("mapped", ctypes.c_uint64),
-        ("chunk", ctypes.c_uint64),
-        ("handle", ctypes.c_uint64),
-        ("guard", ctypes.c_uint64),
-        ("unit", ctypes.c_uint64),
-        ("further", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("error", ctypes.c_int64),
-        ("map", ctypes.c_void_p),
-        ("access", ctypes.c_void_p),
-        ("desc", ctypes.c_void_p),
-    ]
 
 
 class CudaArena(Arena):
@@ -86,7 +66,7 @@ class CudaArena(Arena):
         self.high, self.guard = self._base + _RESERVE, _GUARD
         libcuda = ctypes.CDLL("libcuda.so.1")
         self.low = self._base + _START + next(_arenas) % (_RESERVE // 2 // _STRIDE) * _STRIDE
-        self.state = _State(
+        self.state = ArenaState(
             low=self.low,
             high=self.high,
             position=self.low,

@@ -161,3 +161,16 @@ void pg_ghost_free(void *ptr, int64_t size, int device, void *stream)
     (void)device;
     (void)stream;
 }
+
+/* Sizes of the structs that Python fills, in bytes, in the order of pgraph.native.structs. */
+int64_t pg_struct_size(int64_t which)
+{
+    switch (which) {
+    case 0: return sizeof(pg_calls);
+    case 1: return sizeof(pg_node);
+    case 2: return sizeof(pg_slot);
+    case 3: return sizeof(pg_exec);
+    case 4: return sizeof(pg_arena);
+    default: return -1;
+    }
+}

@@ -1,0 +1,165 @@
+"""What must hold of a partition's arguments for a launch of one of its captures to be right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pgraph.compat import assert_size_stride
+
+__all__ = [
+    "Guards",
+    "TensorGuard",
+    "Trait",
+    "TraitGuard",
+    "ValueGuard",
+    "alignments",
+    "guards_of",
+    "lazy_bits",
+    "lazy_bits_and_type",
+    "storage_facts",
+]
+
+Trait = Callable[[torch.Tensor], Any]
+"""Says something of a tensor that neither its layout nor its address tells."""
+
+
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """(conjugated, negated) when it is read: Note [Lazy conjugates] in `pgraph.compat`."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def lazy_bits_and_type(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
+    """The same and the type of the elements."""
+    return tensor.is_conj(), tensor.is_neg(), tensor.dtype
+
+
+def storage_facts(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype, int]:
+    """The same and the storage offset in elements: what `as_strided` counts from."""
+    return tensor.is_conj(), tensor.is_neg(), tensor.dtype, int(tensor.storage_offset())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """A tensor of the device.
+
+    Args:
+        position: among the partition's arguments.
+        size, stride: in elements.
+        mask: bits that must be 0 in its address: the alignment needed, in bytes, less 1.
+    """
+
+    position: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    mask: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueGuard:
+    """A number that the code was specialized for."""
+
+    position: int
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraitGuard:
+    """What a function said of an argument, where layout and address do not say all."""
+
+    position: int
+    trait: Trait
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guards:
+    """All that must hold. Comparable: equal guards mean one specialization.
+
+    Args:
+        tensors: in the order of the template's inputs.
+        values: numbers among the arguments.
+        traits: of tensors in `tensors`.
+    """
+
+    tensors: tuple[TensorGuard, ...]
+    values: tuple[ValueGuard, ...] = ()
+    traits: tuple[TraitGuard, ...] = ()
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where the template's inputs stand among the arguments."""
+        return tuple(guard.position for guard in self.tensors)
+
+    def addresses(self, args: Sequence[Any]) -> list[int] | None:
+        """Addresses of the device tensors if all guards hold for `args`, else None.
+
+        Note [Alignment is part of the contract]
+        Kernels were chosen for the alignment of the captured addresses; a less aligned address
+        needs another capture.
+        """
+        for number in self.values:
+            if args[number.position] != number.value:
+                return None
+        found = []
+        try:
+            for guard in self.tensors:
+                tensor = args[guard.position]
+                address = tensor.data_ptr()
+                if address & guard.mask:
+                    return None
+                assert_size_stride(tensor, guard.size, guard.stride)
+                found.append(address)
+            for told in self.traits:
+                if told.trait(args[told.position]) != told.value:
+                    return None
+        except (AssertionError, AttributeError, RuntimeError):
+            return None  # another layout, no tensor, or a tensor that lies nowhere
+        return found
+
+
+def guards_of(
+    args: Sequence[Any], device: torch.device, usual: int, watched: Mapping[int, Trait]
+) -> Guards | None:
+    """The guards for arguments like these; None if a tensor lies nowhere (batched, fake).
+
+    Args:
+        args: of a partition.
+        device: whose tensors count.
+        usual: bytes to which the device's allocator aligns.
+        watched: positions of which more must stay than layout and alignment.
+    """
+    tensors, values, traits, addresses = [], [], [], []
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            if value.device != device:
+                continue  # CPU seeds of attention without dropout: never read
+            try:
+                addresses.append(value.data_ptr())
+            except RuntimeError:
+                return None
+            tensors.append((position, tuple(value.size()), tuple(value.stride())))
+            if position in watched:
+                traits.append(TraitGuard(position, watched[position], watched[position](value)))
+        elif isinstance(value, int | float | bool):
+            values.append(ValueGuard(position, value))
+    aligned = alignments(addresses, usual)
+    layouts = tuple(TensorGuard(*t, a - 1) for t, a in zip(tensors, aligned, strict=True))
+    return Guards(layouts, tuple(values), tuple(traits))
+
+
+def alignments(addresses: Sequence[int], usual: int) -> list[int]:
+    """The alignment to capture each address with, in bytes.
+
+    Few classes, so that addresses that wander (slices of one large buffer) do not ask for a capture
+    each: all as the allocator aligns, or all to 16 bytes (what vector loads and tensor maps need),
+    or each by itself.
+    """
+    lows = [(a & -a) if a else usual for a in addresses]
+    for common in (usual, 16):
+        if all(low >= common for low in lows):
+            return [common] * len(lows)
+    return [min(low, 16) for low in lows]

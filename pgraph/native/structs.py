@@ -1,0 +1,85 @@
+"""The C structs of `rebind.c` that Python fills. Their sizes are checked when the library is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+__all__ = ["ArenaState", "ExecEntry", "LaunchCalls", "NodeEntry", "SlotEntry", "check_sizes"]
+
+
+class LaunchCalls(ctypes.Structure):
+    """`pg_calls`: addresses of the driver's functions that a launch calls."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("kernel", "copy", "fill", "launch")]
+
+
+class NodeEntry(ctypes.Structure):
+    """`pg_node`: one node of an exec, and which slots are its own."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("node", ctypes.c_void_p),
+        ("params", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+    ]
+
+
+class SlotEntry(ctypes.Structure):
+    """`pg_slot`: a word that is rewritten."""
+
+    _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
+
+
+class ExecEntry(ctypes.Structure):
+    """`pg_exec`: what `pg_launch` takes."""
+
+    _fields_ = [
+        ("calls", ctypes.c_void_p),
+        ("exec", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("n_nodes", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("busy", ctypes.c_int64),
+    ]
+
+
+class ArenaState(ctypes.Structure):
+    """`pg_arena`: the allocator of ghost memory."""
+
+    _fields_ = [
+        ("low", ctypes.c_uint64),
+        ("high", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("chunk", ctypes.c_uint64),
+        ("handle", ctypes.c_uint64),
+        ("guard", ctypes.c_uint64),
+        ("unit", ctypes.c_uint64),
+        ("further", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("error", ctypes.c_int64),
+        ("map", ctypes.c_void_p),
+        ("access", ctypes.c_void_p),
+        ("desc", ctypes.c_void_p),
+    ]
+
+
+_IN_ORDER: Final = (LaunchCalls, NodeEntry, SlotEntry, ExecEntry, ArenaState)
+
+
+def check_sizes(library: ctypes.CDLL) -> None:
+    """Compare with what the C compiler made of them.
+
+    Raises:
+        OSError: a struct has another size in C.
+    """
+    library.pg_struct_size.restype = ctypes.c_int64
+    library.pg_struct_size.argtypes = [ctypes.c_int64]
+    for which, struct in enumerate(_IN_ORDER):
+        there = library.pg_struct_size(which)
+        if there != ctypes.sizeof(struct):
+            raise OSError(f"{struct.__name__} has {ctypes.sizeof(struct)} bytes in Python and {there} in C")

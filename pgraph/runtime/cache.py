@@ -1,0 +1,187 @@
+"""The specializations of one partition: found, made, evicted, and the captured ones launched."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pgraph.drivers.interface import Driver
+from pgraph.launch.guards import Guards, Trait, guards_of
+from pgraph.launch.interpreter import Launched, launch_first
+from pgraph.launch.native import native_launch, native_program
+from pgraph.launch.program import Program
+from pgraph.options import Options
+from pgraph.runtime.keeping import WAITING, Keeper
+from pgraph.runtime.sizes import Sizes
+from pgraph.runtime.specialization import Specialization, State
+from pgraph.runtime.statistics import PartitionStats
+
+__all__ = ["Captured", "SpecializationCache"]
+
+
+class Captured:
+    """The captured specializations, ready to be launched. Immutable: whoever launches holds on to it.
+
+    Args:
+        specializations: each with its program.
+    """
+
+    __slots__ = ("native", "programs", "specializations")
+
+    def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
+        self.specializations = tuple(specializations)
+        self.programs = tuple(s.program for s in self.specializations if s.program is not None)
+        self.native = native_launch([s.native for s in self.specializations])
+
+    def launch(self, args: list[Any]) -> Launched | None:
+        """The usual way: in C, where there is one. See `launch_first`."""
+        return self.native(args) if self.native is not None else launch_first(self.programs, args)
+
+    def launch_anywhere(self, args: list[Any]) -> Launched | None:
+        """Also where another device is current."""
+        return launch_first(self.programs, args)
+
+    def accept(self, args: Sequence[Any]) -> bool:
+        """Whether the guards of one of them hold for these arguments."""
+        return any(program.guards.addresses(args) is not None for program in self.programs)
+
+
+class SpecializationCache:
+    """Called with the partition's lock held, except for `captured`, which is read without it.
+
+    Args:
+        driver: whose tensors count.
+        options: of the compilation.
+        watched: argument positions of which more must stay as captured than layout and alignment.
+        sizes: of the partition.
+        stats: of the partition.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        options: Options,
+        watched: Mapping[int, Trait],
+        sizes: Sizes,
+        stats: PartitionStats,
+    ) -> None:
+        self._driver = driver
+        self._options = options
+        self._watched = watched
+        self._sizes = sizes
+        self._stats = stats
+        self._known: OrderedDict[Guards, Specialization] = OrderedDict()
+        self._keeper = Keeper(options.max_captures, options.warmup)
+        self._latest: Specialization | None = None
+        self._told = 0  # launches of the partition when one was last told
+        self.captured = Captured()
+
+    def all(self) -> list[Specialization]:
+        """Least recently used first."""
+        return list(self._known.values())
+
+    def launched(self, specialization: Specialization) -> None:
+        """Note a launch; further ones of the same specialization need not be told."""
+        self.catch_up()
+        self._latest = specialization
+        self._keeper.used(specialization.use)
+
+    def catch_up(self) -> None:
+        """Note launches that were not told."""
+        if self._latest is not None and self._told != self._stats.launches:
+            self._keeper.used(self._latest.use)
+        self._told = self._stats.launches
+
+    def is_latest(self, specialization: Specialization) -> bool:
+        """Whether it was the last one to be launched."""
+        return self._latest is specialization
+
+    def ran(self, specialization: Specialization) -> None:
+        """Note an uncaptured run."""
+        specialization.ran()
+        self._keeper.ran(specialization.use, self._stats.launches)
+
+    def find(self, args: Sequence[Any]) -> Specialization | None:
+        """The captured one that can be launched on these arguments."""
+        for specialization in self.captured.specializations:
+            if specialization.guards.addresses(args) is not None:
+                return specialization
+        return None
+
+    def get(self, args: Sequence[Any], *, make: bool = True) -> Specialization | None:
+        """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
+        guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
+        if guards is None:
+            return None
+        found = self._known.get(guards)
+        if found is None:
+            if not make:
+                return None
+            self._forget_some()
+            found = self._known[guards] = Specialization(guards)
+            self._stats.standings.append(found.standing)
+        self._known.move_to_end(guards)
+        return found
+
+    def _forget_some(self) -> None:
+        waiting = [guards for guards, s in self._known.items() if s.program is None]
+        for guards in waiting[: len(waiting) - WAITING + 1]:
+            gone = self._known.pop(guards)
+            if gone.state is not State.REFUSED:  # a report goes on telling of those
+                self._stats.standings.remove(gone.standing)
+
+    def has_room(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        """Whether it may have a capture, if need be in another's place (Note [Taking turns])."""
+        captured = self._by_use()
+        if len(captured) < self._options.max_captures:
+            return True
+        oldest, launches, runs = captured[0].use, self._stats.launches, specialization.standing.runs
+        if self._keeper.admits(specialization.use, runs, oldest, len(captured), launches):
+            return True
+        if self._keeper.patient(runs):
+            self._sizes.crowded(args)
+        return False
+
+    def add(self, specialization: Specialization, program: Program) -> None:
+        """It was captured; the least recently used capture goes if there is one too many."""
+        specialization.captured(program, native_program(program))
+        self._stats.captured(program.built)
+        self.launched(specialization)
+        for gone in self._by_use()[: -self._options.max_captures]:
+            self._let_go(gone)
+            gone.evicted()
+            self._keeper.dropped()
+            self._sizes.evicted()
+        self._renew()
+
+    def release(self, specialization: Specialization) -> None:
+        """Let its execs go, if it has any: they are freed with their last reference."""
+        if specialization.program is not None:
+            self._let_go(specialization)
+            specialization.program = specialization.native = None
+            self._renew()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for specialization in self._by_use():
+            self._let_go(specialization)
+            specialization.program = specialization.native = None
+        self._known.clear()
+        self._stats.standings.clear()
+        self._keeper = Keeper(self._options.max_captures, self._options.warmup)
+        self._latest = None
+        self._renew()
+
+    def _by_use(self) -> list[Specialization]:
+        """Those with a capture, least recently used first."""
+        return sorted((s for s in self._known.values() if s.program is not None), key=lambda s: s.use.latest)
+
+    def _let_go(self, specialization: Specialization) -> None:
+        assert specialization.built is not None
+        self._stats.released(specialization.built)
+        if specialization is self._latest:
+            self._latest = None
+
+    def _renew(self) -> None:
+        self.captured = Captured([s for s in self._known.values() if s.program is not None])
