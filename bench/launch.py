@@ -2,6 +2,7 @@
 
     python bench/launch.py                                        # 16x1024 by blocks; cpu-tiny without a GPU
     python bench/launch.py --config 4x256 --scope model --backends reduce-overhead pgraph
+    python bench/launch.py --turns                                # calls of one size, and of two in turn
 
 Host time, not the device's: the device is drained before each step. Each backend runs in a process of its
 own. For pgraph each partition has a row: what it allocates and launches, and the microseconds of its calls.
@@ -27,8 +28,6 @@ from memory import default_backends
 from tabulate import tabulate
 from worker import Device, Spec, Trainer
 
-from pgraph.runtime import registry
-
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -44,6 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backends", nargs="+", default=default_backends(on_gpu))
     add("--steps", type=int, default=30, help="steps of which the median is taken")
     add("--warmup", type=int, default=8)
+    add("--turns", action="store_true", help="measure two sizes in turn instead")
     add("--timeout", type=float, default=600.0, help="seconds for one process")
     add("--one", default=None, help=argparse.SUPPRESS)  # measure this backend here, print JSON
     return parser.parse_args(argv)
@@ -97,7 +97,7 @@ def phases(trainer: Trainer, device: Device, steps: int) -> dict[str, float]:
 
 def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, Any]]:
     """A row for each captured partition of pgraph's, from further steps."""
-    from pgraph.runtime import partition_runner
+    from pgraph.runtime import partition_runner, registry
 
     watched = Watched()
     live = [p for p in registry.live_capturable() if p.template() is not None]
@@ -106,7 +106,7 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
     for partition in live:
         captured = partition._cache.captured
         if captured.native is not None:
-            captured.native = watched.around(captured.native, f"{partition.name} native")
+            captured.launch = watched.around(captured.launch, f"{partition.name} native")
 
     def call(self: Any, args: list[Any]) -> Any:
         return watched.around(real, self.name)(self, args)
@@ -152,6 +152,48 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"partitions": partitions(trainer, device, args.steps) if args.one == "pgraph" else []}
 
 
+def turns(calls: int = 200, rounds: int = 9) -> list[dict[str, Any]]:
+    """Host microseconds of a call of a model without gradients: one size, and two that take turns.
+
+    Both sizes have one compiled code, and so one partition of pgraph's with two specializations.
+    """
+    device = Device("auto")
+    layers = [torch.randn(64, 64, device=device.torch) / 8 for _ in range(20)]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = torch.relu(x @ layer)
+        return x
+
+    rows = []
+    for backend in ("inductor", "pgraph"):
+        torch._dynamo.reset()
+        options = {} if device.on_gpu else {"driver": "host", "codegen": "aten"}
+        compiled = torch.compile(
+            model, backend=backend, dynamic=True, options=options if backend == "pgraph" else None
+        )
+        row: dict[str, Any] = {"backend": backend}
+        for name, sizes in (("one size", (8,)), ("two in turn", (8, 16))):
+            inputs = [torch.randn(sizes[i % len(sizes)], 64, device=device.torch) for i in range(calls)]
+            with torch.no_grad():
+                for x in inputs[:40]:
+                    compiled(x)
+                times = []
+                for _ in range(rounds):
+                    spent = 0.0
+                    for first in range(0, calls, 20):
+                        device.drain()  # a full queue would make the host wait
+                        began = time.perf_counter()
+                        for x in inputs[first : first + 20]:
+                            compiled(x)
+                        spent += time.perf_counter() - began
+                    times.append(spent / calls * 1e6)
+            row[f"{name}, us"] = statistics.median(times)
+            row[f"{name}, least and most"] = f"{min(times):.1f} to {max(times):.1f}"
+        rows.append(row)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each backend in a process of its own and print two tables; 1 if one of them failed."""
     args = parse_args(argv)
@@ -159,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(args)
         sys.stdout.flush()
         print(json.dumps(found))
+        return 0
+    if args.turns:
+        print(tabulate(turns(), headers="keys", floatfmt=".1f", tablefmt="github"))
         return 0
     own = ["--config", args.config, "--scope", args.scope]
     own += ["--steps", str(args.steps), "--warmup", str(args.warmup)]

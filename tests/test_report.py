@@ -55,7 +55,11 @@ pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refusa
 
     def test_a_report_with_reasons(self) -> None:
         reason = Reason("shape", "no", "pad", "a:3")
-        partitions = (counted(0, standings=[Standing(State.REFUSED, reason=reason)]), counted(1, launches=2), counted(2, outside=(reason,)))
+        partitions = (
+            counted(0, standings=[Standing(State.REFUSED, reason=reason)]),
+            counted(1, launches=2),
+            counted(2, outside=(reason,)),
+        )
         self.assertExpectedInline(
             str(Report(partitions)),
             """\

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pgraph.drivers.interface import Driver
 from pgraph.launch.guards import Guards, Trait, guards_of
-from pgraph.launch.interpreter import Launched, launch_first
+from pgraph.launch.interpreter import launch_first
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
@@ -25,22 +26,19 @@ class Captured:
 
     Args:
         specializations: each with its program.
+
+    Attributes:
+        native: launches in C, where that is possible; else None.
+        launch: the usual way: in C, where that is possible. See `launch_first`.
     """
 
-    __slots__ = ("native", "programs", "specializations")
+    __slots__ = ("launch", "native", "programs", "specializations")
 
     def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
         self.native = native_launch([s.native for s in self.specializations])
-
-    def launch(self, args: list[Any]) -> Launched | None:
-        """The usual way: in C, where there is one. See `launch_first`."""
-        return self.native(args) if self.native is not None else launch_first(self.programs, args)
-
-    def launch_anywhere(self, args: list[Any]) -> Launched | None:
-        """Also where another device is current."""
-        return launch_first(self.programs, args)
+        self.launch = self.native or functools.partial(launch_first, self.programs)
 
     def accept(self, args: Sequence[Any]) -> bool:
         """Whether the guards of one of them hold for these arguments."""
@@ -48,7 +46,7 @@ class Captured:
 
 
 class SpecializationCache:
-    """Called with the partition's lock held, except for `captured`, which is read without it.
+    """Called with the partition's lock held, but for `captured` and `latest`, which are read without it.
 
     Args:
         driver: whose tensors count.
@@ -56,6 +54,10 @@ class SpecializationCache:
         watched: argument positions of which more must stay as captured than layout and alignment.
         sizes: of the partition.
         stats: of the partition.
+
+    Attributes:
+        captured: what can be launched.
+        latest: the one that was launched last, as far as it was told.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class SpecializationCache:
         self._stats = stats
         self._known: OrderedDict[Guards, Specialization] = OrderedDict()
         self._keeper = Keeper(options.max_captures, options.warmup)
-        self._latest: Specialization | None = None
+        self.latest: Specialization | None = None
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
 
@@ -84,18 +86,14 @@ class SpecializationCache:
     def launched(self, specialization: Specialization) -> None:
         """Note a launch; further ones of the same specialization need not be told."""
         self.catch_up()
-        self._latest = specialization
+        self.latest = specialization
         self._keeper.used(specialization.use)
 
     def catch_up(self) -> None:
         """Note launches that were not told."""
-        if self._latest is not None and self._told != self._stats.launches:
-            self._keeper.used(self._latest.use)
+        if self.latest is not None and self._told != self._stats.launches:
+            self._keeper.used(self.latest.use)
         self._told = self._stats.launches
-
-    def is_latest(self, specialization: Specialization) -> bool:
-        """Whether it was the last one to be launched."""
-        return self._latest is specialization
 
     def ran(self, specialization: Specialization) -> None:
         """Note an uncaptured run."""
@@ -170,7 +168,7 @@ class SpecializationCache:
         self._known.clear()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup)
-        self._latest = None
+        self.latest = None
         self._renew()
 
     def _by_use(self) -> list[Specialization]:
@@ -180,8 +178,8 @@ class SpecializationCache:
     def _let_go(self, specialization: Specialization) -> None:
         assert specialization.built is not None
         self._stats.released(specialization.built)
-        if specialization is self._latest:
-            self._latest = None
+        if specialization is self.latest:
+            self.latest = None
 
     def _renew(self) -> None:
         self.captured = Captured([s for s in self._known.values() if s.program is not None])

@@ -27,7 +27,7 @@ from pgraph.capture.failures import may_pass
 from pgraph.drivers.interface import Driver
 from pgraph.errors import CaptureError, DriverError, MatchError
 from pgraph.launch.guards import Trait
-from pgraph.launch.interpreter import Launched
+from pgraph.launch.interpreter import Launched, launch_first
 from pgraph.launch.program import program_of
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
@@ -122,7 +122,7 @@ class PartitionRunner:
         captured = self._cache.captured  # once: an eviction may replace it
         launched = specialization = failed = None
         try:
-            launched = self._launch(captured, args)
+            launched = self._launch(captured, args) if compat.profiling() else captured.launch(args)
         except _LAUNCH_ERRORS as e:
             failed = self._failed(captured, e)
         if launched is None and failed is None:
@@ -134,8 +134,8 @@ class PartitionRunner:
                 return instead(args)
             captured = self._cache.captured
             if specialization is not None and specialization.state is State.CAPTURED:
-                try:
-                    launched = self._launch(captured, args, anywhere=True)
+                try:  # also where another device is current
+                    launched = self._launch(captured, args)
                 except _LAUNCH_ERRORS as e:
                     failed = self._failed(captured, e)
         if failed is not None:  # not in a handler: the error's frames hold memory
@@ -146,7 +146,7 @@ class PartitionRunner:
         results, rewritten, index = launched
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
-        if not self._cache.is_latest(captured.specializations[index]):
+        if self._cache.latest is not captured.specializations[index]:
             with self._lock:
                 self._cache.launched(captured.specializations[index])
         return results
@@ -190,9 +190,12 @@ class PartitionRunner:
 
     # -- launches -----------------------------------------------------------------------------
 
-    def _launch(self, captured: Captured, args: list[Any], *, anywhere: bool = False) -> Launched | None:
-        """(results, rewritten nodes, which specialization), or None and `args` is untouched."""
-        launch = captured.launch_anywhere if anywhere else captured.launch
+    def _launch(self, captured: Captured, args: list[Any]) -> Launched | None:
+        """Launch by the first way that accepts these arguments, in a range of the profiler's if one is on."""
+
+        def launch(args: list[Any]) -> Launched | None:
+            return captured.launch(args) or launch_first(captured.programs, args)
+
         if not compat.profiling():
             return launch(args)
         return in_range("launch", self._label, launch, args) if captured.accept(args) else None

@@ -7,8 +7,7 @@ from typing import Any
 
 from pgraph import compat
 from pgraph.partition.facts import PartitionFacts
-from pgraph.runtime import registry, statistics
-from pgraph.runtime.observe import watch
+from pgraph.runtime import observe, registry, statistics
 from pgraph.runtime.profiler import in_range
 
 __all__ = ["UncapturedPartition"]
@@ -35,8 +34,8 @@ class UncapturedPartition:
         return self._plain
 
     def __call__(self, args: list[Any]) -> Any:
-        if watch is not None and watch.outside():
-            return watch.call(self, args)
+        if observe.watch is not None and observe.watch.outside():
+            return observe.watch.call(self, args)
         self.stats.uncaptured_runs += 1
         if compat.profiling():
             return in_range("uncaptured", self.stats.facts.label, self._plain, args)

@@ -276,7 +276,7 @@ def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.Monke
                 for captured in (partition._cache.captured for partition in partitions()):
                     assert (captured.native is None) is disabled, explain()
                     if captured.native is not None:
-                        captured.native = watched(captured.native)
+                        captured.launch = watched(captured.launch)
             compiled(x, w).sum().backward()
             del x, w
         assert served == [True] * (0 if disabled else 8), f"{served}{explain()}"
