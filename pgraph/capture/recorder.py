@@ -180,7 +180,6 @@ class Recorder(TorchDispatchMode):
                 Reason(
                     "ghost-kept",
                     f"the code kept {len(kept)} of the tensors that it was captured with",
-                    "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
                 )
             )
 

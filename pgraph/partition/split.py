@@ -25,9 +25,6 @@ __all__ = ["Call", "Const", "Partition", "SplitPlan", "extract", "scan", "twin"]
 
 Refuse = Callable[[Node], Reason | None]
 
-# An op after one of these refusals may not be overtaken by a draw of seeds: it draws too.
-_DRAWING_CODES = frozenset({"rng", "rng-state", "higher-order"})
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
@@ -169,8 +166,8 @@ def _hoistable_seeds(reasons: dict[Node, Reason | None]) -> list[Node]:
         name = op_name(node.target) if isinstance(node.target, OpOverload) else ""
         if name in op_names.SEED_OPS and not node.all_input_nodes:
             found.append(node)
-        elif reason.code in _DRAWING_CODES:
-            break
+        elif reason.info.draws_random:
+            break  # seeds may not overtake it
     return found
 
 
@@ -184,7 +181,6 @@ def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
             small = Reason(
                 "too-small",
                 f"{ops} {noun} between uncaptured ones cannot pay for a launch (min_ops is {min_ops})",
-                "capture more around them, or lower min_ops",
             )
             # A run without device ops loses nothing, so there is nothing to tell.
             run = _Run(False, run.nodes, [small] if ops else [])

@@ -77,7 +77,7 @@ class PartitionStats:
     def state(self) -> State:
         """Where it stands; "uncaptured" and "too small" were decided when it was compiled."""
         if not self.facts.safe:
-            small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
+            small = self.facts.reasons and all(r.info.too_small for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
         if self.reason is not None:
             return "refused"

@@ -101,7 +101,6 @@ def node_reason(what: str) -> Reason:
     return Reason(
         "node-kind",
         f"the captured graph holds {what}, which cannot be rebound",
-        "keep the op that makes it outside with pgraph.mark_unsafe",
     )
 
 

@@ -127,7 +127,6 @@ class HostSession(Session):
                 Reason(
                     "not-permitted",
                     f"{op} cannot be recorded: {type(e).__name__}",
-                    "keep it outside with pgraph.mark_unsafe",
                 )
             ) from e
         mine = tree_flatten((args, kwargs))[0]

@@ -173,7 +173,6 @@ def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
         Reason(
             "random-in-capture",
             f"{op} draws from the generator, whose offset would be frozen",
-            "keep it outside with pgraph.mark_unsafe",
         )
     )
 
