@@ -25,7 +25,7 @@ class ReasonCode:
         free: what runs uncaptured costs nothing, so that a program with it counts as captured.
         too_small: the ops could be captured, but are too few to pay for a launch.
         suffers: the op is refused for what another op made, and is freed by changing that one.
-        draws_random: the op may draw random numbers, so that no draw of seeds may be moved before it.
+        draws_random: an op with this code may draw random numbers, so that no draw of seeds may overtake it.
         blames_custom_ops: it speaks of a whole recording. Where no op is known to be at fault, the custom
             ops of the partition are named: what PyTorch's own ops do in a capture is known.
     """

@@ -253,8 +253,10 @@ def seeded_graph(draw_first: bool) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def test_seeds_are_drawn_first_unless_something_drew_before():
-    refuse = refuse_packets(torch.ops.prims.inductor_seeds, aten.bernoulli, code="rng")
+@pytest.mark.parametrize("code", ["rng", "marked"])
+def test_seeds_are_drawn_first_unless_something_drew_before(code: str):
+    """Whatever the op that drew is refused for."""
+    refuse = refuse_packets(torch.ops.prims.inductor_seeds, aten.bernoulli, code=code)
     assert shape(scan(seeded_graph(False).graph, refuse, min_ops=1)) == [
         (False, ["inductor_seeds_default"]),
         (True, ["cos_default", "add_tensor"]),

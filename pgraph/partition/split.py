@@ -18,7 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from pgraph.errors import PgraphError
 from pgraph.ops import op_names
-from pgraph.ops.fx import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
+from pgraph.ops.fx import (
+    is_getitem,
+    is_neutral,
+    is_structural,
+    is_token,
+    op_name,
+    op_of,
+    output_values,
+    symbols,
+)
 from pgraph.reasons import Reason
 
 __all__ = ["Call", "Const", "Partition", "SplitPlan", "extract", "scan", "twin"]
@@ -166,9 +175,15 @@ def _hoistable_seeds(reasons: dict[Node, Reason | None]) -> list[Node]:
         name = op_name(node.target) if isinstance(node.target, OpOverload) else ""
         if name in op_names.SEED_OPS and not node.all_input_nodes:
             found.append(node)
-        elif reason.info.draws_random:
+        elif reason.info.draws_random or _is_random(node):
             break  # seeds may not overtake it
     return found
+
+
+def _is_random(node: Node) -> bool:
+    """Whether the op may draw random numbers, whatever it is refused for."""
+    op = op_of(node)
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
