@@ -54,7 +54,4 @@ def failure_of(error: Exception, culprit: Dispatch | None = None) -> CaptureErro
 
 
 def library_kept(nbytes: int) -> Reason:
-    return Reason(
-        "library-keeps-memory",
-        f"a library took {nbytes} bytes during the capture and kept them",
-    )
+    return Reason("library-keeps-memory", f"a library took {nbytes} bytes during the capture and kept them")

@@ -177,10 +177,7 @@ class Recorder(TorchDispatchMode):
         if kept:
             self._session.arena.leaked = True
             raise CaptureError(
-                Reason(
-                    "ghost-kept",
-                    f"the code kept {len(kept)} of the tensors that it was captured with",
-                )
+                Reason("ghost-kept", f"the code kept {len(kept)} of the tensors that it was captured with")
             )
 
     def _kept(self) -> list[GhostRange]:

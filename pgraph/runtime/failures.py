@@ -24,21 +24,14 @@ def before_all(error: Exception, launcher: Launcher | None, args: Sequence[Any])
 
 
 def device_failed(error: Exception, times: int) -> Reason:
-    return Reason(
-        "device-failed",
-        f"the device refused {times} times while capturing: {error}",
-    )
+    return Reason("device-failed", f"the device refused {times} times while capturing: {error}")
 
 
 def launch_failed(error: Exception) -> Reason:
-    return Reason(
-        "launch-failed",
-        f"a captured graph could not be launched: {error}",
-    )
+    return Reason("launch-failed", f"a captured graph could not be launched: {error}")
 
 
 def unexpected(error: Exception) -> Reason:
     return Reason(
-        "internal-error",
-        f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
+        "internal-error", f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}"
     )

@@ -319,9 +319,4 @@ def _lost(sentence: str, error: Any) -> CaptureError | DriverError:
     """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
     if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         return DriverError(f"{sentence}: {error.name}")
-    return CaptureError(
-        Reason(
-            "capture-lost",
-            f"{sentence}: {error.name}",
-        )
-    )
+    return CaptureError(Reason("capture-lost", f"{sentence}: {error.name}"))
