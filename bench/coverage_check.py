@@ -156,14 +156,12 @@ def coverage_of(report: Any) -> dict[str, Any]:
     it costs nothing and counts neither as captured nor as uncaptured. What Python runs between two graphs
     never reaches pgraph; `graph_breaks` says how many graphs end in such a break.
     """
-    from pgraph.partition.causes import SEEDS
-
     partitions = [
         p
         for p in report.partitions
         if p.state != "not run"
         and p.facts.device_ops
-        and not (p.reasons and all(r.code == SEEDS for r in p.reasons))
+        and not (p.reasons and all(r.info.free for r in p.reasons))
     ]
     outside = [p for p in partitions if p.state != "captured"]
     codes: dict[str, int] = {}

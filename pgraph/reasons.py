@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pgraph.reason_codes import CATALOGUE, ReasonCode
+
 __all__ = ["Dispatch", "Reason"]
 
 
@@ -13,16 +15,30 @@ class Reason:
     """Why an op, or a whole partition, runs uncaptured.
 
     Args:
-        code: short stable name, for tables and tests, e.g. ``"dynamic-shape"``.
+        code: one of `pgraph.reason_codes`, e.g. ``"dynamic-shape"``.
         sentence: what is wrong, naming the op and the value.
-        fix: what the user can change; never empty.
+        fix: what the user can change; where none is given, what the catalogue says of the code.
         where: ``file:line`` of the user's own source, when known.
+
+    Raises:
+        ValueError: the catalogue has no such code.
     """
 
     code: str
     sentence: str
-    fix: str
+    fix: str = ""
     where: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.code not in CATALOGUE:
+            raise ValueError(f"no reason has the code {self.code!r}. Fix: add it to pgraph.reason_codes")
+        if not self.fix:
+            object.__setattr__(self, "fix", self.info.fix)
+
+    @property
+    def info(self) -> ReasonCode:
+        """What is true of every reason with this code: decisions read this, never the texts."""
+        return CATALOGUE[self.code]
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""

@@ -277,7 +277,7 @@ CASES = [
         plain(aten.rrelu_with_noise.default),
     ),
     Case(
-        "rng",
+        "rng-seeds",
         "seeds",
         lambda b: b.call(prims.inductor_seeds.default, 2, CUDA, like=b.tensor(2, dtype=torch.int64)),
         lambda b: b.call(

@@ -116,7 +116,7 @@ def test_an_op_that_records_more_nodes_the_second_time() -> None:
 
 
 def test_steps_of_a_graph_that_was_split() -> None:
-    no, why = Reason("no", "no", "no"), Reason("why", "why", "why")
+    no, why = Reason("marked", "no", "no"), Reason("tagged", "why", "why")
     graph = GraphFacts("forward", 0, 1, (Step(2, None), Step(1, no), Step(5, None)))
     split = respliced(graph, 3, 5, (Step(2, None), Step(1, why), Step(2, None)))
     assert [(s.ops, s.reason) for s in split.steps] == [(2, None), (1, no), (2, None), (1, why), (2, None)]

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1] / "pgraph"
 # From the bottom to the top. A folder, or a file beside the folders, may import what stands before it.
 LAYERS = (
     "text",
+    "reason_codes",
     "reasons",
     "errors",
     "environment",

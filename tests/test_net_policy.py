@@ -197,7 +197,7 @@ def test_seeds_overtake_nothing_that_draws(before: str, code: str) -> None:
     seeds = b.call(prims.inductor_seeds.default, 2, CUDA, like=b.tensor(2, dtype=torch.int64))
     b.module(b.call(aten.sin.default, y), seeds, first)
     refuse = functools.partial(refusal, device_type="cuda")
-    assert [reason.code for node in (first, seeds) if (reason := refuse(node))] == [code, "rng"]
+    assert [reason.code for node in (first, seeds) if (reason := refuse(node))] == [code, "rng-seeds"]
     order = [node for partition in scan(b.graph, refuse, min_ops=1) for node in partition.nodes]
     assert (order.index(seeds) < order.index(first)) is (before == "no draw"), order
 

@@ -23,7 +23,7 @@ from pgraph.reasons import Reason
 aten = torch.ops.aten
 
 
-def refuse_packets(*packets: Any, code: str = "test") -> Callable[[Node], Reason | None]:
+def refuse_packets(*packets: Any, code: str = "marked") -> Callable[[Node], Reason | None]:
     def refuse(node: Node) -> Reason | None:
         packet = getattr(node.target, "overloadpacket", None)
         return Reason(code, f"{node.name} refused", "none") if packet in packets else None
@@ -225,7 +225,7 @@ def test_small_runs_join_their_unsafe_neighbours():
     gm = make_fx(f)(torch.ones(2))
     partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=2)
     assert shape(partitions) == [(False, ["sin", "add", "sin_1"]), (True, ["cos", "tan", "exp"])]
-    assert [reason.code for reason in partitions[0].reasons] == ["test", "too-small", "test"]
+    assert [reason.code for reason in partitions[0].reasons] == ["marked", "too-small", "marked"]
     assert str(partitions[0].reasons[1]) == (
         "[too-small] 1 op between uncaptured ones cannot pay for a launch (min_ops is 2). "
         "Fix: capture more around them, or lower min_ops"
@@ -239,7 +239,7 @@ def test_run_of_views_only_is_never_a_part_of_its_own():
     gm = make_fx(f)(torch.ones(2))
     partitions, _ = check(gm, refuse_packets(aten.sin), [torch.randn(2)], min_ops=0)
     assert len(partitions) == 1
-    assert all(reason.code == "test" for reason in partitions[0].reasons)
+    assert all(reason.code == "marked" for reason in partitions[0].reasons)
 
 
 def seeded_graph(draw_first: bool) -> GraphModule:
@@ -253,8 +253,10 @@ def seeded_graph(draw_first: bool) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def test_seeds_are_drawn_first_unless_something_drew_before():
-    refuse = refuse_packets(torch.ops.prims.inductor_seeds, aten.bernoulli, code="rng")
+@pytest.mark.parametrize("code", ["rng", "marked"])
+def test_seeds_are_drawn_first_unless_something_drew_before(code: str):
+    """Whatever the op that drew is refused for."""
+    refuse = refuse_packets(torch.ops.prims.inductor_seeds, aten.bernoulli, code=code)
     assert shape(scan(seeded_graph(False).graph, refuse, min_ops=1)) == [
         (False, ["inductor_seeds_default"]),
         (True, ["cos_default", "add_tensor"]),
@@ -350,7 +352,7 @@ def test_any_chain_with_any_refusals_computes_the_same(chain, min_ops, random):
     refused = {node for node in ops if random.random() < 0.3}
 
     def refuse(node: Node) -> Reason | None:
-        return Reason("test", node.name, "none") if node in refused else None
+        return Reason("marked", node.name, "none") if node in refused else None
 
     partitions, plan = check(gm, refuse, [torch.randn(4), torch.randn(4)], min_ops)
     ordered = [

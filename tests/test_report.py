@@ -54,7 +54,7 @@ pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refusa
         )
 
     def test_a_report_with_reasons(self) -> None:
-        reason = Reason("shape", "no", "pad", "a:3")
+        reason = Reason("rng", "no", "go", "a:3")
         partitions = (
             counted(0, standings=[Standing(State.REFUSED, reason=reason)]),
             counted(1, launches=2),
@@ -64,10 +64,10 @@ pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refusa
             str(Report(partitions)),
             """\
 pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 refusal
-  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 uncaptured runs; [shape] no at a:3. Fix: pad
+  forward 0: 0 captures, 0 nodes in 0 chunks, 0 slots, 0 launches, 0 uncaptured runs; [rng] no at a:3. Fix: go
   forward 1: 0 captures, 0 nodes in 0 chunks, 0 slots, 2 launches, 0 uncaptured runs
   forward 2: runs uncaptured
-    [shape] no at a:3. Fix: pad""",
+    [rng] no at a:3. Fix: go""",
         )
 
     def test_the_template_of_an_mlp(self) -> None:

@@ -430,7 +430,9 @@ def test_which_results_are_copied() -> None:
     gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 6))
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     cumsum = next(node for node in nodes if node.target is torch.ops.aten.cumsum.default)
-    partitions = scan(gm.graph, lambda node: Reason("no", "no", "no") if node is cumsum else None, min_ops=1)
+    partitions = scan(
+        gm.graph, lambda node: Reason("marked", "no", "no") if node is cumsum else None, min_ops=1
+    )
     split = extract(gm, partitions)
     pieces = [
         Told(*[tuple(map(str, n.meta["val"].stride())) for n in call.module.graph.output_node().args[0]])

@@ -20,8 +20,6 @@ def not_recorded(name: str) -> Reason:
     return Reason(
         "not-recorded",
         f"{name} has a result but left no node in the capture: its kernels went to another stream",
-        "have it launch on torch.cuda.current_stream(), asked for at each call; until then the partition "
-        "runs uncaptured, and pgraph.mark_unsafe on the op keeps the rest of it in a graph",
     )
 
 
@@ -50,15 +48,10 @@ def failure_of(error: Exception, culprit: Dispatch | None = None) -> CaptureErro
         Reason(
             "capture-failed",
             f"the capture stopped{f' in {op}' if op else ''}: {type(error).__name__}: {first}",
-            "mark the op with pgraph.mark_unsafe, so that the rest of the partition stays in a graph",
         ),
         culprit=culprit,
     )
 
 
 def library_kept(nbytes: int) -> Reason:
-    return Reason(
-        "library-keeps-memory",
-        f"a library took {nbytes} bytes during the capture and kept them",
-        "run the model once more before it is captured (option warmup), so that the library settles",
-    )
+    return Reason("library-keeps-memory", f"a library took {nbytes} bytes during the capture and kept them")

@@ -72,7 +72,6 @@ def _output_spec(value: Any, recorder: Recorder, moved: list[int], regions: list
             Reason(
                 "untracked-output",
                 f"a result of shape {tuple(value.size())} lies in memory that no tensor was seen to own",
-                "mark the op that makes it with pgraph.mark_unsafe",
             )
         )
     return OutputSpec(constant=value)

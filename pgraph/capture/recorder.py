@@ -177,11 +177,7 @@ class Recorder(TorchDispatchMode):
         if kept:
             self._session.arena.leaked = True
             raise CaptureError(
-                Reason(
-                    "ghost-kept",
-                    f"the code kept {len(kept)} of the tensors that it was captured with",
-                    "mark the op that remembers its arguments or results with pgraph.mark_unsafe",
-                )
+                Reason("ghost-kept", f"the code kept {len(kept)} of the tensors that it was captured with")
             )
 
     def _kept(self) -> list[GhostRange]:

@@ -97,5 +97,4 @@ def _reason(text: str, where: str | None) -> Reason:
     cause = re.split(r" Explanation:", flat)[0].rstrip(".") or "the graph ends here"
     explained = re.search(r"Explanation: (.*?)\.?\s*(?:Hint:|Developer debug context:|$)", flat)
     sentence = f"{cause}: {explained[1]}" if explained else cause
-    fix = hint[1] if hint else "keep it outside the compiled region, or run with TORCH_LOGS=graph_breaks"
-    return Reason(CODE, sentence, fix, where)
+    return Reason(CODE, sentence, hint[1] if hint else "", where)

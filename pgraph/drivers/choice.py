@@ -16,11 +16,7 @@ __all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
 
 log = logging.getLogger(__name__)
 
-NOT_ON_A_DEVICE = Reason(
-    "no-device",
-    "the graph's tensors are on the CPU, where there is nothing to capture",
-    "move the model and its inputs to CUDA, or try the mechanism on the CPU with options={'driver': 'host'}",
-)
+NOT_ON_A_DEVICE = Reason("no-device", "the graph's tensors are on the CPU, where there is nothing to capture")
 """ Why a graph for which `choose` finds no driver runs uncaptured."""
 
 _drivers: dict[torch.device, Driver] = {}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pgraph.drivers.peak_stats import GhostPeaks
-from pgraph.partition.causes import SEEDS
 from pgraph.reasons import Reason
 from pgraph.runtime import statistics
 
@@ -118,7 +117,7 @@ class Findings:
     def complete(self) -> bool:
         """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
         done = all(
-            p.state == "captured" or (p.reasons and all(r.code == SEEDS for r in p.reasons))
+            p.state == "captured" or (p.reasons and all(r.info.free for r in p.reasons))
             for p in self.partitions
             if p.state != "not run" and p.device_ops
         )

@@ -193,7 +193,7 @@ def _changes(
     refused: dict[Any, Reason] = {}
     for graph in graphs:
         for step in graph.steps:
-            if step.reason is not None and not step.reason.fix.startswith("nothing to do"):
+            if step.reason is not None and step.reason.info.actionable:
                 refused.setdefault(facts.same_cause(step.reason), step.reason)
     changes = []
     for key, reason in refused.items():

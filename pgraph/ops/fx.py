@@ -37,6 +37,7 @@ __all__ = [
     "op_of",
     "output_values",
     "symbols",
+    "touched_values",
     "unbacked",
     "user_frame",
     "user_line",
@@ -184,6 +185,13 @@ def input_values(node: Node) -> Iterator[tuple[Node, Any]]:
             yield source, value
 
 
+def touched_values(node: Node) -> Iterator[tuple[Node, Any]]:
+    """Each flat value that leaves the node or enters it, with the node that it comes from."""
+    for value in output_values(node):
+        yield node, value
+    yield from input_values(node)
+
+
 def symbols(value: Any) -> set[Any]:
     """The free symbols of one flat value's sizes, strides, offset, or of a symbolic number."""
     if isinstance(value, _SYMBOLIC) or _is_plain(value):
@@ -224,8 +232,7 @@ def is_neutral(node: Node) -> bool:
     if isinstance(op, HigherOrderOperator):
         return False
     # operator.*, math.*, torch.sym_*: host arithmetic, unless a tensor goes in or out.
-    values = [*output_values(node), *(value for _, value in input_values(node))]
-    return not any(isinstance(value, torch.Tensor) or unbacked(value) for value in values)
+    return not any(isinstance(v, torch.Tensor) or unbacked(v) for _, v in touched_values(node))
 
 
 def user_line(node: Node) -> str | None:
@@ -245,8 +252,8 @@ def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
     return None
 
 
-def why(node: Node, code: str, sentence: str, fix: str) -> Reason:
-    """A reason with the user's own line behind `node`."""
+def why(node: Node, code: str, sentence: str, fix: str = "") -> Reason:
+    """A reason with the user's own line behind `node`; without a `fix`, the catalogue's of the code."""
     return Reason(code, sentence, fix, user_line(node))
 
 

@@ -34,12 +34,17 @@ RNG_STATE_HOPS: Final = frozenset(
     {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state", "run_dtensor_rng_op"}
 )
 
-COLLECTIVE_NAMESPACES: Final = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
+COLLECTIVES: Final = (
+    "_c10d_functional::",
+    "_c10d_functional_autograd::",
+    "c10d_functional::",
+    "c10d::",
+    "_dtensor::",
+    "symm_mem::",
 )
 # They count from the start of the storage, wherever the tensor itself begins.
 STORAGE_OFFSETS: Final = _aten("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
-STREAM_NAMESPACES: Final = frozenset({"streams"})
+STREAMS: Final = ("streams::",)
 STREAM_OPS: Final = _aten("record_stream")
 
 HOST_READS: Final = _aten(
@@ -90,46 +95,42 @@ JAGGED_OPS: Final = _aten("_jagged_to_padded_dense_forward", "_padded_dense_to_j
 # the host, as it is for any type but bfloat16.
 GROUPED_GPUS: Final = frozenset({9, 10})
 
-# Without the namespace. `linalg_*` and `cholesky*` are refused by prefix.
-SOLVERS: Final = frozenset(
-    {
-        "_lu_with_info",
-        "det",
-        "geqrf",
-        "inverse",
-        "logdet",
-        "lu_solve",
-        "matrix_exp",
-        "orgqr",
-        "ormqr",
-        "pinverse",
-        "qr",
-        "slogdet",
-        "svd",
-        "triangular_solve",
-    }
+SOLVER_FAMILIES: Final = ("aten::linalg_", "aten::_linalg_", "aten::cholesky", "aten::_cholesky")
+SOLVERS: Final = _aten(
+    "_lu_with_info",
+    "det",
+    "geqrf",
+    "inverse",
+    "logdet",
+    "lu_solve",
+    "matrix_exp",
+    "orgqr",
+    "ormqr",
+    "pinverse",
+    "qr",
+    "slogdet",
+    "svd",
+    "triangular_solve",
 )
-# One or a few ordinary kernels, under the same prefix.
-PLAIN_LINALG: Final = frozenset(
-    {
-        "linalg_cross",
-        "linalg_diagonal",
-        "linalg_matmul",
-        "linalg_multi_dot",
-        "linalg_vecdot",
-        "linalg_vector_norm",
-    }
+# One or a few ordinary kernels each, although their names begin as those of solvers.
+PLAIN_LINALG: Final = _aten(
+    "linalg_cross",
+    "linalg_diagonal",
+    "linalg_matmul",
+    "linalg_multi_dot",
+    "linalg_vecdot",
+    "linalg_vector_norm",
 )
 
-STATEFUL_PREFIXES: Final = (
-    "_cudnn_rnn",
-    "_cudnn_ctc",
-    "_cudnn_init_dropout",
-    "miopen_rnn",
-    "miopen_ctc",
-    "_ctc_loss",
+STATEFUL_FAMILIES: Final = (
+    "aten::_cudnn_rnn",
+    "aten::_cudnn_ctc",
+    "aten::_cudnn_init_dropout",
+    "aten::miopen_rnn",
+    "aten::miopen_ctc",
+    "aten::_ctc_loss",
 )
-STATEFUL: Final = frozenset({"ctc_loss", "gru", "lstm", "rnn_relu", "rnn_tanh"})
+STATEFUL: Final = _aten("ctc_loss", "gru", "lstm", "rnn_relu", "rnn_tanh")
 
 STORAGE_OPS: Final = _aten("_resize_output", "_resize_output_", "resize", "resize_as_sparse_", "set_data") | {
     "inductor::accumulate_grad_",

@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from pgraph.errors import OptionError
+from pgraph.ops import name_rules as names
 from pgraph.ops import op_names
 from pgraph.ops import op_rules as ops
 from pgraph.ops import value_rules as values
@@ -83,8 +84,8 @@ def _mark_name(op: Any) -> str:
 def _marked(node: Node, device_type: str) -> Reason | None:
     # Inductor's front end takes many ops apart; what is left of one still names it.
     origin = node.meta.get("original_aten")
-    names = (op_name(op_of(node)), op_name(origin) if isinstance(origin, OpOverload) else "")
-    name = next((name for name in names if name in _marks), None)
+    known = (op_name(op_of(node)), op_name(origin) if isinstance(origin, OpOverload) else "")
+    name = next((name for name in known if name in _marks), None)
     if name is None:
         return None
     reason, fix = _marks[name]
@@ -102,12 +103,8 @@ def _unsafe_subgraph(node: Node, device_type: str) -> Reason | None:
         if isinstance(module, torch.Tensor):
             continue
         if not isinstance(module, torch.fx.GraphModule):
-            return why(
-                node,
-                "higher-order",
-                f"{op_name(op_of(node))} calls {source.target}, whose graph is not at hand",
-                "pass a function that torch.compile can trace",
-            )
+            sentence = f"{op_name(op_of(node))} calls {source.target}, whose graph is not at hand"
+            return why(node, "higher-order", sentence, "pass a function that torch.compile can trace")
         for inner in module.graph.nodes:
             for rule in () if is_structural(inner) else RULES:
                 if rule not in _OUTER_RULES and (found := rule(inner, device_type)):
@@ -125,20 +122,20 @@ def _attribute(node: Node) -> Any:
 # The order is the order in which a user would want to hear of it: the most specific first.
 RULES: Final[tuple[Rule, ...]] = (
     _marked,
-    ops.tagged,
+    names.TAGGED,
     ops.listed,
     ops.higher_order,
     _unsafe_subgraph,
-    ops.collective,
-    ops.stream,
-    ops.host_read,
+    names.COLLECTIVE,
+    names.STREAM,
+    names.HOST_READ,
     ops.host_sync,
     values.grouped,
     values.bool_index,
-    ops.solver,
-    ops.library_state,
+    names.SOLVER,
+    names.LIBRARY_STATE,
     values.dynamic_shape,
-    ops.storage,
+    names.STORAGE,
     ops.pinned,
     values.device_copy,
     ops.random,

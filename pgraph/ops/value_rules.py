@@ -6,6 +6,7 @@ None.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pgraph.ops.fx import (
     op_name,
     op_of,
     output_values,
+    touched_values,
     unbacked,
     why,
 )
@@ -50,12 +52,8 @@ def bool_index(node: Node, device_type: str) -> Reason | None:
     for index in argument(node, "indices") or ():
         for value in output_values(index) if isinstance(index, Node) else ():
             if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
-                return why(
-                    node,
-                    "bool-index",
-                    f"{name} is indexed by the mask {describe(index, value)}, which hides a nonzero",
-                    "use torch.where, masked_fill, or integer indices",
-                )
+                mask = describe(index, value)
+                return why(node, "bool-index", f"{name} is indexed by the mask {mask}, which hides a nonzero")
     return None
 
 
@@ -68,38 +66,26 @@ def dynamic_shape(node: Node, device_type: str) -> Reason | None:
         return None  # dynamic for masks only: `bool_index`
     if name == "aten::repeat_interleave" and argument(node, "output_size") is not None:
         return None  # with the size given, nothing is looked up
-    return why(
-        node,
-        "dynamic-shape",
-        f"{name} has a result whose shape depends on data",
-        op_names.DYNAMIC_FIXES.get(
-            name, "use an op with a fixed shape: torch.where, topk, or a padded result"
-        ),
-    )
+    sentence = f"{name} has a result whose shape depends on data"
+    return why(node, "dynamic-shape", sentence, op_names.DYNAMIC_FIXES.get(name, ""))
 
 
 def unbacked_size(node: Node, device_type: str) -> Reason | None:
     # A size known only after a kernel has run cannot choose a recording before it runs.
     found: set[Any] = set(node.meta.get("unbacked_bindings") or ())
-    for value in (*output_values(node), *(value for _, value in input_values(node))):
+    for _, value in touched_values(node):
         found |= unbacked(value)
     if not found:
         return None
     names = ", ".join(sorted(map(str, found)))
-    return why(
-        node,
-        "unbacked-size",
-        f"{op_name(op_of(node))} uses {names}, a number known only after a kernel has run",
-        "pad to a fixed size, or compute it outside and pass it in",
-    )
+    sentence = f"{op_name(op_of(node))} uses {names}, a number known only after a kernel has run"
+    return why(node, "unbacked-size", sentence)
 
 
 def layout(node: Node, device_type: str) -> Reason | None:
     # Several hidden tensors, or numbers kept on the host, behind one value.
     name = op_name(op_of(node))
-    for source, value in (*((node, v) for v in output_values(node)), *input_values(node)):
-        if not isinstance(value, torch.Tensor):
-            continue
+    for source, value in _tensors(node):
         kind = None
         if value.is_nested or value.layout == torch.jagged:
             kind = "nested"
@@ -108,9 +94,7 @@ def layout(node: Node, device_type: str) -> Reason | None:
         elif value.is_quantized:
             kind = "quantized"
         if kind:
-            return why(
-                node, "layout", f"{name} meets the {kind} tensor {source.name}", "use dense (strided) tensors"
-            )
+            return why(node, "layout", f"{name} meets the {kind} tensor {source.name}")
     if name in op_names.JAGGED_OPS or (name.startswith("fbgemm::") and "jagged" in name):
         return why(node, "layout", f"{name} works on jagged tensors", "use padded dense tensors")
     return None
@@ -121,8 +105,7 @@ def device_copy(node: Node, device_type: str) -> Reason | None:
     name = op_name(op_of(node))
     if name not in op_names.COPY_OPS:
         return None
-    values = [*output_values(node), *(value for _, value in input_values(node))]
-    kinds = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    kinds = {value.device.type for _, value in _tensors(node)}
     if len(kinds) < 2:
         return None
     return why(
@@ -148,7 +131,7 @@ def grouped(node: Node, device_type: str) -> Reason | None:
     return why(
         node,
         "host-sync",
-        f"aten::_grouped_mm reads its offsets on the host, for want of a kernel for {names} on this GPU",
+        f"aten::_grouped_mm reads its offsets on the host, since this GPU has no kernel for {names}",
         "use bfloat16 on a GPU of compute capability 9 or 10, or a batched product with padding",
     )
 
@@ -161,12 +144,8 @@ def no_metadata(node: Node, device_type: str) -> Reason | None:
         return None
     if op_name(op) == "higher_order::triton_kernel_wrapper_mutation":
         return None
-    return why(
-        node,
-        "no-metadata",
-        f"{op_name(op)} has no value recorded, so its device and shape are unknown",
-        "keep meta['val'] in custom graph passes",
-    )
+    sentence = f"{op_name(op)} has no value recorded, so its device and shape are unknown"
+    return why(node, "no-metadata", sentence)
 
 
 def other_device(node: Node, device_type: str) -> Reason | None:
@@ -176,8 +155,8 @@ def other_device(node: Node, device_type: str) -> Reason | None:
         return None
     # Attention without dropout leaves its unused seed and offset on the CPU; nobody reads them.
     unused_seed = name in op_names.ATTENTION_OPS and argument(node, "dropout_p") in (0, 0.0)
-    for source, value in (*((node, v) for v in output_values(node)), *input_values(node)):
-        if not isinstance(value, torch.Tensor) or value.device.type == device_type:
+    for source, value in _tensors(node):
+        if value.device.type == device_type:
             continue
         scalar = value.dim() == 0 and value.device.type == "cpu"
         if unused_seed and value.device.type == "cpu" and (scalar or not value.is_floating_point()):
@@ -200,45 +179,31 @@ def other_device(node: Node, device_type: str) -> Reason | None:
 
 def several_devices(node: Node, device_type: str) -> Reason | None:
     # One graph is launched on one device.
-    found = {
-        v.device
-        for v in (*output_values(node), *(value for _, value in input_values(node)))
-        if isinstance(v, torch.Tensor) and v.device.type == device_type
-    }
+    found = {value.device for _, value in _tensors(node) if value.device.type == device_type}
     if len(found) < 2:
         return None
     names = ", ".join(sorted(map(str, found)))
-    return why(
-        node,
-        "several-devices",
-        f"{op_name(op_of(node))} spans {names}",
-        "keep each compiled region on one device",
-    )
+    return why(node, "several-devices", f"{op_name(op_of(node))} spans {names}")
 
 
 def host_only(node: Node, device_type: str) -> Reason | None:
     # An op without tensors acts on the host alone, and a launch would not repeat it.
-    if not isinstance(op_of(node), OpOverload) or is_neutral(node):
+    op = op_of(node)
+    if not isinstance(op, OpOverload) or is_neutral(node) or any(_tensors(node)):
         return None
-    for value in (*output_values(node), *(value for _, value in input_values(node))):
-        if isinstance(value, torch.Tensor):
-            return None
-    return why(
-        node,
-        "host-only",
-        f"{op_name(op_of(node))} has no tensors: it acts on the host, where a launch does not repeat it",
-        "call it outside the compiled region",
-    )
+    sentence = f"{op_name(op)} has no tensors: it acts on the host, where a launch does not repeat it"
+    return why(node, "host-only", sentence)
 
 
 def opaque(node: Node, device_type: str) -> Reason | None:
     # A C++ object may hold tensors, whose addresses nobody can see or rebind.
     for source, value in input_values(node):
         if isinstance(value, torch.ScriptObject) or type(value).__name__ in op_names.OPAQUE_TYPES:
-            return why(
-                node,
-                "opaque",
-                f"{op_name(op_of(node))} takes the object {source.name}, which may hide tensors",
-                "pass its tensors as arguments",
-            )
+            sentence = f"{op_name(op_of(node))} takes the object {source.name}, which may hide tensors"
+            return why(node, "opaque", sentence)
     return None
+
+
+def _tensors(node: Node) -> Iterator[tuple[Node, torch.Tensor]]:
+    """Each tensor that leaves the node or enters it, with the node that it comes from."""
+    return ((source, value) for source, value in touched_values(node) if isinstance(value, torch.Tensor))

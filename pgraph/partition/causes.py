@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from pgraph.ops import op_names
 from pgraph.ops.fx import (
-    input_values,
     is_structural,
     op_name,
     op_of,
     output_values,
+    touched_values,
     unbacked,
 )
 from pgraph.reasons import Reason
 
-__all__ = ["SEEDS"]
-
-
-SEEDS: Final = "rng-seeds"
-"""Code of the refusal that costs nothing: seeds are drawn before the graph that takes them."""
+__all__ = ["causes_of"]
 
 # Sizes found by a kernel of the forward return in the backward; the graphs share only the ShapeEnv.
 _known: weakref.WeakKeyDictionary[Any, dict[str, Reason]] = weakref.WeakKeyDictionary()
@@ -34,8 +28,8 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Reason]] = weakref.WeakKeyDicti
 def causes_of(graph: Graph, judged: Mapping[Node, Reason | None]) -> dict[Node, Reason]:
     """Refused nodes with the reason to act on.
 
-    An op that only suffers from a size that depends on data (`unbacked-size`) is freed by changing the
-    op that made the size, so it is counted there.
+    An op that only suffers from a size that depends on data is freed by changing the op that made the
+    size, so it is counted there.
     """
     makers: dict[Any, Node] = {}
     for node in graph.nodes:
@@ -44,24 +38,21 @@ def causes_of(graph: Graph, judged: Mapping[Node, Reason | None]) -> dict[Node, 
                 makers.setdefault(symbol, node)
     causes: dict[Node, Reason] = {}
     for node, reason in judged.items():
-        if reason is None:
-            continue
-        if reason.code == "rng" and op_name(op_of(node)) in op_names.SEED_OPS:
-            reason = dataclasses.replace(reason, code=SEEDS)
-        causes[node] = _cause(node, reason, makers, judged)
+        if reason is not None:
+            causes[node] = _cause(node, reason, makers, judged)
     return causes
 
 
 def _cause(
     node: Node, reason: Reason, makers: Mapping[Any, Node], judged: Mapping[Node, Reason | None]
 ) -> Reason:
-    suffers = reason.code == "unbacked-size" or op_name(op_of(node)) == "aten::_assert_scalar"
-    for value in (*output_values(node), *(value for _, value in input_values(node))):
+    suffers = reason.info.suffers or op_name(op_of(node)) == "aten::_assert_scalar"
+    for _, value in touched_values(node):
         for symbol in sorted(unbacked(value), key=str):
             env = _shape_env(value)
             known = _known.setdefault(env, {}) if env is not None else {}
             made = judged.get(makers[symbol]) if symbol in makers else None
-            if made is not None and made.code != "unbacked-size":
+            if made is not None and not made.info.suffers:
                 known.setdefault(str(symbol), made)
             if suffers and str(symbol) in known:
                 return known[str(symbol)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
@@ -20,7 +20,7 @@ from pgraph.ops.fx import (
     op_of,
     user_line,
 )
-from pgraph.partition.causes import SEEDS, causes_of
+from pgraph.partition.causes import causes_of
 from pgraph.partition.module_names import module_of
 from pgraph.partition.split import Partition
 from pgraph.reasons import Reason
@@ -38,10 +38,6 @@ __all__ = [
 ]
 
 Kind = Literal["forward", "backward", "inference"]
-
-
-# Refusals of a whole recording by the driver, which names no op.
-_UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class PartitionFacts:
         Where the driver did not say which op it was, and it was none that was dispatched when the
         error came, the custom ops are named: what PyTorch's own ops do in a capture is known.
         """
-        if op is None and reason.code in _UNNAMED and self.foreign:
+        if op is None and reason.info.blames_custom_ops and self.foreign:
             op = self.foreign[0]
             names = ", ".join(self.foreign[:3])
             reason = dataclasses.replace(reason, sentence=f"{reason.sentence} (custom ops here: {names})")
@@ -140,7 +136,7 @@ class PartitionFacts:
     @property
     def seeds_only(self) -> bool:
         """It draws seeds for the graph behind it and does nothing else."""
-        return bool(self.reasons) and all(reason.code == SEEDS for reason in self.reasons)
+        return bool(self.reasons) and all(reason.info.free for reason in self.reasons)
 
 
 def graph_facts(
@@ -222,7 +218,7 @@ def partition_facts(
         if node in causes:
             reasons.setdefault(_kind(causes[node]), causes[node])
     for reason in partition.reasons:
-        if reason.code == "too-small":
+        if reason.info.too_small:
             reasons.setdefault(_kind(reason), reason)
     if partition.safe:
         reasons.clear()
@@ -277,6 +273,3 @@ def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int,
             run[0] = run[0] and run[1] >= graph.min_ops
     partitions = sum(i == 0 or runs[i - 1][0] != run[0] for i, run in enumerate(runs))
     return sum(ops for safe, ops in runs if safe), partitions
-
-
-# -- causes --------------------------------------------------------------------------------------

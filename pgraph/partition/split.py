@@ -18,15 +18,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from pgraph.errors import PgraphError
 from pgraph.ops import op_names
-from pgraph.ops.fx import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
+from pgraph.ops.fx import (
+    is_getitem,
+    is_neutral,
+    is_structural,
+    is_token,
+    op_name,
+    op_of,
+    output_values,
+    symbols,
+)
 from pgraph.reasons import Reason
 
 __all__ = ["Call", "Const", "Partition", "SplitPlan", "extract", "scan", "twin"]
 
 Refuse = Callable[[Node], Reason | None]
-
-# An op after one of these refusals may not be overtaken by a draw of seeds: it draws too.
-_DRAWING_CODES = frozenset({"rng", "rng-state", "higher-order"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,9 +175,15 @@ def _hoistable_seeds(reasons: dict[Node, Reason | None]) -> list[Node]:
         name = op_name(node.target) if isinstance(node.target, OpOverload) else ""
         if name in op_names.SEED_OPS and not node.all_input_nodes:
             found.append(node)
-        elif reason.code in _DRAWING_CODES:
-            break
+        elif reason.info.draws_random or _is_random(node):
+            break  # seeds may not overtake it
     return found
+
+
+def _is_random(node: Node) -> bool:
+    """Whether the op may draw random numbers, whatever it is refused for."""
+    op = op_of(node)
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
@@ -184,7 +196,6 @@ def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
             small = Reason(
                 "too-small",
                 f"{ops} {noun} between uncaptured ones cannot pay for a launch (min_ops is {min_ops})",
-                "capture more around them, or lower min_ops",
             )
             # A run without device ops loses nothing, so there is nothing to tell.
             run = _Run(False, run.nodes, [small] if ops else [])

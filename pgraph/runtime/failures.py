@@ -21,24 +21,14 @@ class LaunchFailure:
 
 
 def device_failed(error: Exception, times: int) -> Reason:
-    return Reason(
-        "device-failed",
-        f"the device refused {times} times while capturing: {error}",
-        "free some device memory, then pgraph.reset() to try again; until then the partition runs uncaptured",
-    )
+    return Reason("device-failed", f"the device refused {times} times while capturing: {error}")
 
 
 def launch_failed(error: Exception) -> Reason:
-    return Reason(
-        "launch-failed",
-        f"a captured graph could not be launched: {error}",
-        'report it, with the log of TORCH_LOGS="+pgraph"; these shapes run uncaptured until pgraph.reset()',
-    )
+    return Reason("launch-failed", f"a captured graph could not be launched: {error}")
 
 
 def unexpected(error: Exception) -> Reason:
     return Reason(
-        "internal-error",
-        f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}",
-        'report it, with the log of TORCH_LOGS="+pgraph"; the partition runs uncaptured',
+        "internal-error", f"the capture stopped in an unforeseen way: {type(error).__name__}: {error}"
     )

@@ -95,7 +95,7 @@ class PartitionStats:
     def state(self) -> PartitionState:
         """Where it stands: its best specialization decides. What the rules say was decided before."""
         if not self.facts.safe:
-            small = self.facts.reasons and all(r.code == "too-small" for r in self.facts.reasons)
+            small = self.facts.reasons and all(r.info.too_small for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
         states = {standing.state for standing in self.standings}
         if State.CAPTURED in states:

@@ -87,9 +87,6 @@ _OPERAND_KERNEL = re.compile(
     rf"|({'|'.join(CUDNN_KERNELS)})"
 )
 _MASK = (1 << 64) - 1
-_RERUN = (
-    "mark the op with pgraph.mark_unsafe, or report it: the rest of the model is still captured around it"
-)
 
 
 def match(
@@ -312,4 +309,4 @@ def _region_map(allocations: Sequence[Allocation]) -> RangeMap:
 
 
 def _refuse(code: str, sentence: str) -> MatchError:
-    return MatchError(Reason(code, sentence, _RERUN))
+    return MatchError(Reason(code, sentence))

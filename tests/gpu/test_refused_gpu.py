@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,23 @@ def tagged(x: Tensor) -> Tensor:
 
 
 @tagged.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@functools.cache
+def _table() -> Tensor:
+    """A row of numbers in page-locked memory of the host; it lives as long as the process."""
+    return torch.arange(60, dtype=torch.float32).pin_memory()
+
+
+@torch.library.custom_op("pgraph_gpu::from_host", mutates_args=())
+def from_host(x: Tensor) -> Tensor:
+    """Copies from the host: a node of the graph, whose address no launch may rewrite."""
+    return x + _table().to(x.device, non_blocking=True)
+
+
+@from_host.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -86,6 +104,19 @@ def test_refused_op_in_the_middle(code: str, middle: Callable[..., Any], makers:
     assert all(p.launches >= 2 and p.reason is None for p in summary.capturable), explain()
     named = [r for _, reasons in summary.outside for r in reasons if r.code == code]
     assert all(r.fix and r.sentence for r in named), explain()
+
+
+def test_a_copy_from_the_host_is_refused_for_its_node() -> None:
+    """No rule knows the op; the recording shows what it does."""
+    fn = _around(from_host)
+    _table()
+    compiled = compile_pgraph(fn, codegen="aten")
+    for _ in range(4):
+        x = randn(40, 60)
+        for mine, eager in zip(compiled(x), fn(x), strict=True):
+            assert same_bits(mine, eager), explain()
+    codes = {reason.code for partition in report().partitions for reason in partition.reasons}
+    assert "node-kind" in codes, explain()
 
 
 def test_marked_op_stays_outside_and_the_rest_is_launched() -> None:

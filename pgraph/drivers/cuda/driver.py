@@ -275,8 +275,6 @@ def _history_too_short(found: int, made: int) -> Reason:
     return Reason(
         "history-too-short",
         f"the allocator's history, which somebody has switched on, kept {found} of {made} allocations",
-        "give torch.cuda.memory._record_memory_history a max_entries of 100,000 or more and "
-        'enabled="all", or switch it on later; then pgraph.reset()',
     )
 
 
@@ -316,10 +314,4 @@ def _lost(sentence: str, error: Any) -> CaptureError | DriverError:
     """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
     if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         return DriverError(f"{sentence}: {error.name}")
-    return CaptureError(
-        Reason(
-            "capture-lost",
-            f"{sentence}: {error.name}",
-            "some op synchronizes, allocates or uses another stream; mark it with pgraph.mark_unsafe",
-        )
-    )
+    return CaptureError(Reason("capture-lost", f"{sentence}: {error.name}"))

@@ -98,11 +98,7 @@ def read_node(node: Any) -> NodeRecord:
 
 def node_reason(what: str) -> Reason:
     """Why a node of this description keeps its partition outside."""
-    return Reason(
-        "node-kind",
-        f"the captured graph holds {what}, which cannot be rebound",
-        "keep the op that makes it outside with pgraph.mark_unsafe",
-    )
+    return Reason("node-kind", f"the captured graph holds {what}, whose addresses no launch can rewrite")
 
 
 def _read_kernel(node: Any) -> NodeRecord:

@@ -67,8 +67,6 @@ def refuse_foreign_graphs() -> None:
                 "foreign-graphs",
                 f"the program holds {foreign} CUDA graphs of its own, "
                 "whose cuBLAS workspaces a capture would free",
-                "run the compiled model a few times before you capture your own graphs; or drop them and "
-                "call pgraph.reset(); with pgraph's native helper (it needs gcc and g++) none would be freed",
             )
         )
 

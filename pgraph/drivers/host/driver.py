@@ -123,13 +123,7 @@ class HostSession(Session):
             with self._fake:
                 result = op(*fakes[0], **fakes[1])
         except Exception as e:  # data-dependent results, ops without a shape rule
-            raise CaptureError(
-                Reason(
-                    "not-permitted",
-                    f"{op} cannot be recorded: {type(e).__name__}",
-                    "keep it outside with pgraph.mark_unsafe",
-                )
-            ) from e
+            raise CaptureError(Reason("not-permitted", f"{op} cannot be recorded: {type(e).__name__}")) from e
         mine = tree_flatten((args, kwargs))[0]
         theirs = tree_flatten(fakes)[0]
         given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}

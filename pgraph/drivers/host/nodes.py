@@ -170,11 +170,7 @@ def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
             if value in (0, 0.0, False):
                 return
     raise CaptureError(
-        Reason(
-            "random-in-capture",
-            f"{op} draws from the generator, whose offset would be frozen",
-            "keep it outside with pgraph.mark_unsafe",
-        )
+        Reason("random-in-capture", f"{op} draws random numbers, and every launch would draw the same ones")
     )
 
 
