@@ -107,10 +107,10 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
         lines.append([where, row["backend"], *figures, *verdict, commit(row)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
-        if row.get("refused"):
+        if row.get("fallbacks"):
             why = "; ".join(row.get("plain", ())) or "the run did not note why"
-            partitions = f"{row['fallbacks']} of {row['partitions']} parts"
-            notes.append(f"- {where}, {row['backend']}: {partitions} fell back to running uncaptured ({why})")
+            refused = f"{row['fallbacks']} of {row['partitions']} partitions"
+            notes.append(f"- {where}, {row['backend']}: {refused} were refused and ran uncaptured ({why})")
     ratios = ["allocated / reserved / device over Inductor's", "within 1 % or 32 MB"] if compared else []
     alignment = ["right"] * len(columns) + ["left"] * len(ratios)
     head = ["config", "backend", *(title for _, title, _ in columns), *ratios, "commit"]

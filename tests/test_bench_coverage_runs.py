@@ -173,13 +173,13 @@ def row(model: str, backend: str = "pgraph", mode: str = "train", **changes: Any
     """A row as `coverage.py` writes it."""
     identity = {"bench": "coverage", "config": model, "mode": mode, "scope": "model", "backend": backend}
     keys = ("ms_p10", "ms_p90", "cpu_issue_ms", "peak_allocated_mb", "capture_s", "compile_s", "params_mb")
-    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "refused", "captures"))
+    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "fallbacks", "captures"))
     timed = {"ms_per_step": 2.0, "peak_reserved_mb": 100.0, "device_used_mb": 600.0, "time_status": "ok"}
     return {**identity, **zero, **timed, "batch": 8, "status": "ok", **changes}
 
 
 def checked_row(model: str, **changes: Any) -> dict[str, Any]:
-    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "refused": 0, "captures": 2}
+    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "fallbacks": 0, "captures": 2}
     return row(model, **{"check_status": "ok", **counted, "uncaptured": {}, "reasons": [], **changes})
 
 
