@@ -183,7 +183,7 @@ def coverage_of(report: Any) -> dict[str, Any]:
         "splits": int(report.splits),
         "parts": len(partitions),
         "uncaptured_parts": len(outside),
-        "refused": int(report.refused),
+        "fallbacks": int(report.refused),
         "uncaptured": codes,
         "reasons": [sentence[:300] for sentence in list(sentences)[:REASONS]],
         "graph_breaks": len(broken),

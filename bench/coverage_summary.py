@@ -61,7 +61,7 @@ def share(row: Row) -> float:
 
 def is_mostly(row: Row) -> bool:
     """At least 95 % captured, no fallback."""
-    return share(row) >= MOSTLY and not row.get("refused")
+    return share(row) >= MOSTLY and not row.get("fallbacks")
 
 
 def is_whole(row: Row) -> bool:

@@ -1,86 +1,117 @@
-"""Write the README's measured tables and the charts from ``bench/results/*.json``.
+"""Write the measured tables and charts of the documents from ``bench/results/*.json``.
 
-    python bench/readme.py            # rewrite README.md and bench/results/*.svg in place
-    python bench/readme.py --check    # exit 1 if the README or a chart is not what the results say
+    python bench/readme.py            # rewrite README.md, bench/RESULTS.md, bench/COVERAGE.md, the SVGs
+    python bench/readme.py --check    # exit 1 if a document or a chart is not what the results say
 
-A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; names: memory, memory-expandable,
-largest-batch, equality, chart; torchtitan, torchtitan-expandable, torchtitan-losses, torchtitan-chart; and
-coverage, coverage-chart, and for ``bench/COVERAGE.md``, which is written too, coverage-models. A name may
-end in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
+A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; the names are in `NAMES`. A name may end
+in ``@GPU`` (``memory@nvidia-h200``) to show one machine only.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import schema
 from _paths import REPO, RESULTS
 from readme_chart import chart, chart_link, chart_name
-from readme_coverage import coverage_table, models_table
+from readme_coverage import coverage_table, models_table, summary_table
 from readme_rows import File, is_expandable
-from readme_tables import batch_table, equality_table, losses_table, memory_table, titan_table
+from readme_tables import (
+    batch_table,
+    equality_table,
+    gpu_tests_table,
+    losses_table,
+    memory_table,
+    titan_table,
+)
 
 MARKERS = re.compile(r"(<!-- table:(?P<name>[\w@.-]+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
+PAGES = (REPO / "README.md", REPO / "bench" / "RESULTS.md", REPO / "bench" / "COVERAGE.md")
 
 TABLES: dict[str, Callable[[File], str]] = {
+    "summary": summary_table,
     "memory": lambda data: memory_table(data, lambda row: not is_expandable(row)),
     "memory-expandable": lambda data: memory_table(data, is_expandable),
     "equality": equality_table,
     "largest-batch": batch_table,
-    "chart": lambda data: chart_link(data, "memory"),
     "torchtitan": lambda data: titan_table(data, lambda row: not is_expandable(row)),
     "torchtitan-expandable": lambda data: titan_table(data, is_expandable),
     "torchtitan-losses": losses_table,
-    "torchtitan-chart": lambda data: chart_link(data, "torchtitan"),
     "coverage": coverage_table,
-    "coverage-chart": lambda data: chart_link(data, "coverage"),
     "coverage-models": models_table,
 }
+# A marker's name, and how the names of its pictures begin.
+CHARTS = {"chart": "memory", "torchtitan-chart": "torchtitan", "coverage-chart": "coverage"}
+GPU_TESTS = "gpu-tests"
+NAMES = (*TABLES, *CHARTS, GPU_TESTS)
 
 
-def table(name: str, files: Sequence[File]) -> str:
-    """The Markdown of the table called `name`, with a blank line around it."""
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What the tables of one page are made of.
+
+    Args:
+        files: the benchmarks' results.
+        records: the records of GPU tests, by file name.
+        folder: where these files and the pictures are, seen from the page.
+    """
+
+    files: Sequence[File]
+    records: Mapping[str, File]
+    folder: str
+
+
+def table(name: str, results: Results) -> str:
+    """The Markdown of the table or chart called `name`, with a blank line around it."""
     kind, _, gpu = name.partition("@")
-    if kind not in TABLES:
+    if kind not in NAMES:
         raise ValueError(
-            f"table:{name} is unknown; choose one of {', '.join(TABLES)}, with @GPU behind it or not"
+            f"table:{name} is unknown; choose one of {', '.join(NAMES)}, with @GPU behind it or not"
         )
-    chosen = [data for data in files if not gpu or data["gpu"] == gpu]
-    partitions = [text for data in chosen if (text := TABLES[kind](data))]
-    return "\n" + "\n".join(partitions or ["No results yet.\n"]) + "\n"
+    if kind == GPU_TESTS:
+        return "\n" + gpu_tests_table(results.records, results.folder) + "\n"
+
+    def one(data: File) -> str:
+        return TABLES[kind](data) if kind in TABLES else chart_link(data, CHARTS[kind], results.folder)
+
+    shown = [text for data in results.files if not gpu or data["gpu"] == gpu if (text := one(data))]
+    return "\n" + "\n".join(shown or ["No results yet.\n"]) + "\n"
 
 
-def rewrite(text: str, files: Sequence[File]) -> str:
+def rewrite(text: str, results: Results) -> str:
     """`text` with every marked table written anew."""
-    return MARKERS.sub(lambda match: match[1] + table(match["name"], files) + match[4], text)
+    return MARKERS.sub(lambda match: match[1] + table(match["name"], results) + match[4], text)
 
 
-def load(folder: Path) -> list[File]:
-    """All result files of a folder, in order of their names."""
-    # The record of the GPU tests lies there too; it is no benchmark's.
-    paths = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith("gpu-tests-")]
-    return [schema.read(path) for path in paths]
+def load(folder: Path) -> tuple[list[File], dict[str, File]]:
+    """The benchmarks' results in a folder, in order of their names, and the records of GPU tests by name."""
+    files, records = [], {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("gpu-tests-"):
+            records[path.name] = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            files.append(schema.read(path))
+    return files, records
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check; returns 1 if something is stale or missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is stale")
-    parser.add_argument("--readme", type=Path, default=REPO / "README.md")
+    parser.add_argument("--pages", type=Path, nargs="+", default=list(PAGES), help="default: the three above")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    help_models = "default: bench/COVERAGE.md beside the README"
-    parser.add_argument("--models", type=Path, default=None, help=help_models)
     args = parser.parse_args(argv)
 
-    files = load(args.results)
-    models = args.models or args.readme.parent / "bench" / "COVERAGE.md"
-    pages = [args.readme, *([models] if models.exists() else [])]
+    files, records = load(args.results)
     written: dict[Path, str] = {}
     stale = []
-    for page in pages:
+    for page in args.pages:
         old = page.read_text(encoding="utf-8")
         if not MARKERS.search(old):
             print(
@@ -88,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "add <!-- table:memory --> and <!-- /table --> on lines of their own"
             )
             return 1
-        written[page] = rewrite(old, files)
+        folder = os.path.relpath(args.results.resolve(), page.resolve().parent)
+        written[page] = rewrite(old, Results(files, records, folder))
         stale += [f"{page.name} is stale"] if written[page] != old else []
     for data in files:
         problem = chart(data, args.results / chart_name(data), args.check)
@@ -99,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bool(stale)
     for page, text in written.items():
         page.write_text(text, encoding="utf-8")
-    print(f"{args.readme}: {'rewritten' if stale else 'unchanged'}, {len(files)} result file(s)")
+    names = ", ".join(page.name for page in written)
+    print(f"{names}: {'rewritten' if stale else 'unchanged'}, {len(files)} result file(s)")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The README's charts: time and memory relative to Inductor, one picture for each result file.
+"""The charts of the documents: time and memory relative to Inductor, one picture for each result file.
 
 Not a program: `readme.py` imports it.
 """
@@ -26,7 +26,7 @@ COLOURS = {
 
 # Many models stand side by side there: only the two that use graphs get bars.
 COVERAGE_BACKENDS = ("reduce-overhead", "pgraph")
-WIDE = 16  # groups from which names stand upright
+WIDE = 10  # groups from which names stand upright
 
 
 def panels_of(data: File) -> list[tuple[str, list[tuple[str, dict[str, float]]]]]:
@@ -79,11 +79,16 @@ def chart_name(data: File) -> str:
     return f"memory-{data['gpu']}.svg"
 
 
-def chart_link(data: File, bench: str) -> str:
-    """The picture of one machine, as the README shows it; empty if it has none."""
+def chart_link(data: File, bench: str, folder: str) -> str:
+    """The picture of one machine in Markdown; empty if it has none of this benchmark.
+
+    Args:
+        bench: how the picture's name begins.
+        folder: where it is, seen from the page.
+    """
     if not panels_of(data) or not chart_name(data).startswith(bench):
         return ""
-    return f"![{data['gpu']}: time and memory relative to Inductor](bench/results/{chart_name(data)})\n"
+    return f"![{data['gpu']}: time and memory relative to Inductor]({folder}/{chart_name(data)})\n"
 
 
 def digest(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""What the README's tables and charts share: rows of result files, their order, what belongs together.
+"""What the measured tables and charts share: rows of result files, their order, what belongs together.
 
 Not a program: `readme.py` imports it.
 """

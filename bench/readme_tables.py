@@ -1,8 +1,8 @@
-"""The README's measured tables, each from one result file. Not a program: `readme.py` imports it."""
+"""The measured tables of the documents, each from one result file. Not a program: `readme.py` imports it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import schema
@@ -107,10 +107,10 @@ def memory_table(data: File, keep: Callable[[Row], bool]) -> str:
         lines.append([where, row["backend"], *figures, *verdict, commit(row)])
         if row["status"] != "ok":
             notes.append(f"- {where}, {row['backend']}: {row['status']}")
-        if row.get("refused"):
+        if row.get("fallbacks"):
             why = "; ".join(row.get("plain", ())) or "the run did not note why"
-            partitions = f"{row['fallbacks']} of {row['partitions']} parts"
-            notes.append(f"- {where}, {row['backend']}: {partitions} fell back to running uncaptured ({why})")
+            refused = f"{row['fallbacks']} of {row['partitions']} partitions"
+            notes.append(f"- {where}, {row['backend']}: {refused} were refused and ran uncaptured ({why})")
     ratios = ["allocated / reserved / device over Inductor's", "within 1 % or 32 MB"] if compared else []
     alignment = ["right"] * len(columns) + ["left"] * len(ratios)
     head = ["config", "backend", *(title for _, title, _ in columns), *ratios, "commit"]
@@ -247,3 +247,15 @@ def losses_table(data: File) -> str:
     head += ["reference to itself", "result", "commit"]
     align = ["left", "left", *["right"] * 5, "left", "left"]
     return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+
+
+def gpu_tests_table(records: Mapping[str, File], folder: str) -> str:
+    """The runs of `tests/gpu`, one line for each record, which `folder` holds."""
+    lines = []
+    for name, record in records.items():
+        machine = [record[key] for key in ("gpu", "torch", "python")]
+        outcomes = [str(record[key]) for key in ("passed", "failed", "skipped")]
+        lines.append([f"[{name}]({folder}/{name})", *machine, *outcomes, commit(record)])
+    head = ["record", "GPU", "torch", "Python", "passed", "failed", "skipped", "commit"]
+    align = ["left", "left", "left", "left", "right", "right", "right", "left"]
+    return tabulate(lines, head, "github", colalign=align, disable_numparse=True) + "\n"

@@ -62,7 +62,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "captured_ops",
         "device_ops",
         "uncaptured_parts",
-        "refused",
+        "fallbacks",  # refused captures
         "captures",
         "compile_s",
         "capture_s",

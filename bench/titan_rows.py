@@ -58,7 +58,7 @@ def row(entry: Entry, backend: str, found: dict[str, Any], first: bool) -> dict[
         launches = after["launches"] - before["launches"]
         rewritten = after["rewritten_nodes"] - before["rewritten_nodes"]
         figures |= {"captures_warm": before["captures"], "captures_end": end["captures"]}
-        figures |= {"launches_per_step": launches / entry.steps, "refused": end["refused"]}
+        figures |= {"launches_per_step": launches / entry.steps, "fallbacks": end["refused"]}
         figures |= {"rewritten_per_launch": rewritten / launches if launches else 0.0}
         figures |= {key: end[key] for key in ("nodes", "slots", "exec_mb", "summary", "report")}
     return base | figures

@@ -254,8 +254,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     report = pgraph_report() if spec.backend == "pgraph" else None
     if report is not None:
         capture_s = float(report.capture_s)
-        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes", "refused")
+        counts = ("captures", "nodes", "slots", "launches", "rewritten_nodes")
         extra = {key: as_count(getattr(report, key)) for key in counts}
+        extra["fallbacks"] = as_count(report.refused)
         extra["partitions"] = as_count(report.capturable)
         extra |= {"exec_mb": as_count(report.exec_bytes) / MB, "summary": report.summary()}
         extra["plain"] = [

@@ -1,6 +1,7 @@
 """From a first try to full capture, by doing what `pgraph.explain` says. Prints the transcript.
 
-    python examples/explain_transcript.py
+    python examples/explain_transcript.py            # print it
+    python examples/explain_transcript.py --write    # put it into explain.md, where it is shown
 
 A small network with three habits that no graph can hold. Each version applies the fix that was printed
 for the one before it; the last one runs with ``require_full_capture=True``. On a machine without a GPU
@@ -9,15 +10,20 @@ the host driver stands in.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import logging
 import re
+from pathlib import Path
 
 import torch
 from backends import default_codegen, default_driver
 from torch import Tensor
 
 import pgraph
+
+PAGE = Path(__file__).with_name("explain.md")
+FENCE = "```text\n"
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPTIONS = {"driver": default_driver(DEVICE), "codegen": default_codegen(DEVICE), "min_ops": 1}
@@ -74,10 +80,24 @@ def transcript() -> str:
     return folders.sub("", "\n".join(lines))
 
 
+def page(text: str) -> str:
+    """The page that shows the transcript, with `text` in its place."""
+    old = PAGE.read_text(encoding="utf-8")
+    first = old.index(FENCE) + len(FENCE)
+    return f"{old[:first]}{text.rstrip()}\n{old[old.index('```', first) :]}"
+
+
 def main() -> None:
-    """Print it."""
+    """Print it, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--write", action="store_true", help=f"rewrite {PAGE.name}")
+    args = parser.parse_args()
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # Dynamo warns of what is explained here
-    print(transcript())
+    text = transcript()
+    if args.write:
+        PAGE.write_text(page(text), encoding="utf-8")
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

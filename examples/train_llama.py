@@ -85,17 +85,17 @@ def pick_device(args: argparse.Namespace) -> torch.device:
 def load_text(limit: int = TEXT_BYTES) -> Tensor:
     """The standard library's top-level sources, in order of their names, as uint8 tokens."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    partitions, size = [], 0
+    pieces, size = [], 0
     for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
-        partitions.append(path.read_bytes())
-        size += len(partitions[-1])
+        pieces.append(path.read_bytes())
+        size += len(pieces[-1])
         if size >= limit:
             break
     if not size:
         raise FileNotFoundError(
             f"no *.py sources in {folder}: this Python was installed without its library's text"
         )
-    return torch.frombuffer(bytearray(b"".join(partitions)[:limit]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join(pieces)[:limit]), dtype=torch.uint8)
 
 
 class TokenStream:

@@ -136,8 +136,8 @@ def test_commit_and_slug(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_readme(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run bench/readme.py on a folder that holds README.md and the results."""
-    command = [sys.executable, str(BENCH / "readme.py"), "--readme", str(folder / "README.md")]
+    """Run bench/readme.py on a folder that holds the page README.md and the results."""
+    command = [sys.executable, str(BENCH / "readme.py"), "--pages", str(folder / "README.md")]
     return subprocess.run(
         [*command, "--results", str(folder), *flags], capture_output=True, text=True, timeout=120
     )
@@ -208,6 +208,31 @@ def test_readme_tables_charts_and_stale_check(load: Any, tmp_path: Path) -> None
     after = run_readme(tmp_path, "--check")
     assert after.returncode == 1
     assert "stale" in after.stdout
+
+
+def test_records_of_gpu_tests_make_a_table(load: Any, tmp_path: Path) -> None:
+    record = {"gpu": "NVIDIA H200", "torch": "2.11.0", "python": "3.12.3", "commit": "feed123456"}
+    (tmp_path / "results").mkdir()
+    path = tmp_path / "results" / "gpu-tests-nvidia-h200.json"
+    path.write_text(json.dumps({**record, "passed": 41, "failed": 1, "skipped": 2, "tests": []}))
+    page = tmp_path / "RESULTS.md"
+    page.write_text("<!-- table:gpu-tests -->\n<!-- /table -->\n<!-- table:memory -->\n<!-- /table -->\n")
+    assert load("readme").main(["--pages", str(page), "--results", str(path.parent)]) == 0
+    text = page.read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    link = f"[{path.name}](results/{path.name})"
+    assert cells[-1] == [link, "NVIDIA H200", "2.11.0", "3.12.3", "41", "1", "2", "feed123"]
+    assert "No results yet." in text, "a record of tests was taken for a benchmark's"
+
+
+def test_pages_need_markers_and_markers_need_names(load: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    arguments = ["--pages", str(page), "--results", str(tmp_path)]
+    page.write_text("no marker")
+    assert load("readme").main(arguments) == 1
+    page.write_text("<!-- table:memori -->\n<!-- /table -->\n")
+    with pytest.raises(ValueError, match="table:memori is unknown; choose one of summary, memory, "):
+        load("readme").main(arguments)
 
 
 def test_memory_benchmark_writes_a_valid_row(load: Any, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_a_check_counts_what_is_captured(load: Any) -> None:
     row = load("coverage_check").check(job(load, mode="infer", steps=7))
     assert row["status"] == "ok"
     assert row["captured_ops"] == row["device_ops"] > 3
-    assert (row["captures"], row["refused"], row["uncaptured_parts"], row["uncaptured"]) == (1, 0, 0, {})
+    assert (row["captures"], row["fallbacks"], row["uncaptured_parts"], row["uncaptured"]) == (1, 0, 0, {})
     assert row["steps_launched"] >= 5
     assert row["input_addresses"] > 1
     assert row["error"] <= 2 * row["eager_error"] + 1e-6

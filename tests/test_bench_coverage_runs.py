@@ -173,13 +173,13 @@ def row(model: str, backend: str = "pgraph", mode: str = "train", **changes: Any
     """A row as `coverage.py` writes it."""
     identity = {"bench": "coverage", "config": model, "mode": mode, "scope": "model", "backend": backend}
     keys = ("ms_p10", "ms_p90", "cpu_issue_ms", "peak_allocated_mb", "capture_s", "compile_s", "params_mb")
-    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "refused", "captures"))
+    zero = dict.fromkeys((*keys, "captured_ops", "device_ops", "uncaptured_parts", "fallbacks", "captures"))
     timed = {"ms_per_step": 2.0, "peak_reserved_mb": 100.0, "device_used_mb": 600.0, "time_status": "ok"}
     return {**identity, **zero, **timed, "batch": 8, "status": "ok", **changes}
 
 
 def checked_row(model: str, **changes: Any) -> dict[str, Any]:
-    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "refused": 0, "captures": 2}
+    counted = {"captured_ops": 100, "device_ops": 100, "uncaptured_parts": 0, "fallbacks": 0, "captures": 2}
     return row(model, **{"check_status": "ok", **counted, "uncaptured": {}, "reasons": [], **changes})
 
 
@@ -220,11 +220,11 @@ def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
     schema, readme = load("schema"), load("readme")
     schema.write(tmp_path / "coverage-nvidia-h200.json", example_rows(), HEADER)
     page = tmp_path / "README.md"
-    names = ("coverage", "coverage-chart")
+    names = ("coverage", "coverage-chart", "summary")
     page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names))
     models = tmp_path / "COVERAGE.md"
     models.write_text("<!-- table:coverage-models -->\n<!-- /table -->\n")
-    arguments = ["--readme", str(page), "--results", str(tmp_path), "--models", str(models)]
+    arguments = ["--pages", str(page), str(models), "--results", str(tmp_path)]
     assert readme.main([*arguments, "--check"]) == 1
     assert readme.main(arguments) == 0
     assert readme.main([*arguments, "--check"]) == 0
@@ -233,7 +233,11 @@ def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
     assert ["training", "4", "3 of 4", "2", "1"] in cells
     assert ["time over Inductor's", "2", "0.500", "0.625", "1.000 (hf/b)", "-", "-", "-", "-"] in cells
     assert "- hf/d (training): mismatch: step 2: loss" in text
-    assert "(bench/results/coverage-nvidia-h200.svg)" in text
+    assert ["models whose results are right", "3 of 4", "-"] in cells
+    assert ["time of a step, over Inductor's", "0.500 (worst of 2: 1.000)", "-"] in cells
+    assert ["time of a step, over `reduce-overhead`'s", "0.500 (worst of 1: 0.500)", "-"] in cells
+    assert ["peak reserved memory, over Inductor's", "1.414 (worst of 2: 2.000)", "-"] in cells
+    assert "(./coverage-nvidia-h200.svg)" in text
     assert (tmp_path / "coverage-nvidia-h200.svg").exists()
     lines = [line for line in models.read_text().splitlines() if "| hf/" in line]
     assert len(lines) == 4

@@ -274,8 +274,8 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     apart = [{**row, "commit": row["backend"]} for row in data["rows"]]
     assert " x |" not in readme.TABLES["torchtitan"]({**data, "rows": apart}), "times of two runs"
     assert readme.TABLES["torchtitan-expandable"](data) == ""
-    assert readme.TABLES["chart"](data) == ""
-    assert "torchtitan-nvidia-h200.svg" in readme.TABLES["torchtitan-chart"](data)
+    assert readme.chart_link(data, "memory", "results") == ""
+    assert "(results/torchtitan-nvidia-h200.svg)" in readme.chart_link(data, "torchtitan", "results")
     assert readme.chart(data, tmp_path / readme.chart_name(data), check=False) is None
     assert (tmp_path / "torchtitan-nvidia-h200.svg").exists()
 

@@ -170,5 +170,5 @@ def test_the_benchmark_runs_real_torchtitan(tmp_path: Path) -> None:
     assert (reference["status"], mine["status"]) == ("ok", "ok"), done.stdout
     assert mine["losses"] == reference["losses"]
     assert mine["captures_warm"] == mine["captures_end"] == 4
-    assert mine["refused"] == 0
+    assert mine["fallbacks"] == 0
     assert mine["torn_down"]
