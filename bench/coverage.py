@@ -162,17 +162,15 @@ def _probe() -> None:
 
 def tell(job: Job, row: Row, fields: dict[str, Any], done: int, total: int, began: float) -> None:
     """One line about a child."""
-    partitions = [fields["status"][:160]]
+    parts = [fields["status"][:160]]
     if fields.get("device_ops") is not None:
-        partitions.append(f"{fields['captured_ops']}/{fields['device_ops']} ops captured")
+        parts.append(f"{fields['captured_ops']}/{fields['device_ops']} ops captured")
     if fields.get("ms_per_step") is not None:
-        partitions.append(
-            f"{fields['ms_per_step']:.2f} ms, {fields['peak_reserved_mb'] or 0:,.0f} MB reserved"
-        )
-    partitions += [f"{code} x {count}" for code, count in fields.get("uncaptured", {}).items()]
+        parts.append(f"{fields['ms_per_step']:.2f} ms, {fields['peak_reserved_mb'] or 0:,.0f} MB reserved")
+    parts += [f"{code} x {count}" for code, count in fields.get("uncaptured", {}).items()]
     at = time.monotonic() - began
     print(
-        f"[{at:4.0f} s {done}/{total}] {job.name}: {', '.join(partitions)} ({fields['child_s']:.0f} s)",
+        f"[{at:4.0f} s {done}/{total}] {job.name}: {', '.join(parts)} ({fields['child_s']:.0f} s)",
         flush=True,
     )
 

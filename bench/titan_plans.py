@@ -67,13 +67,13 @@ class Entry:
     def config(self) -> str:
         """The row's name."""
         depth = f" {self.layers} layers" if self.layers else ""
-        partitions = [f"{self.flavor}{depth}", f"seq {self.seq}", f"batch {self.batch}"]
-        partitions += [f"x {self.accumulate}"] if self.accumulate > 1 else []
-        partitions += [f"AC {self.ac}"] if self.ac != "none" else []
-        partitions += [f"TP {self.tp}"] if self.tp > 1 else []
-        partitions += ["DDP"] if self.ddp else []
-        partitions += [f"reshard {self.reshard}"] if self.reshard != "default" else []
-        return ", ".join([*partitions, f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"])
+        parts = [f"{self.flavor}{depth}", f"seq {self.seq}", f"batch {self.batch}"]
+        parts += [f"x {self.accumulate}"] if self.accumulate > 1 else []
+        parts += [f"AC {self.ac}"] if self.ac != "none" else []
+        parts += [f"TP {self.tp}"] if self.tp > 1 else []
+        parts += ["DDP"] if self.ddp else []
+        parts += [f"reshard {self.reshard}"] if self.reshard != "default" else []
+        return ", ".join([*parts, f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"])
 
 
 def parse(text: str) -> list[Entry]:

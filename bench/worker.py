@@ -177,11 +177,11 @@ class Trainer:
             with torch.no_grad():
                 self.last = self.task.predict(self.batch()[0])
             return
-        partitions = self.task.load.accumulate
+        pieces = self.task.load.accumulate
         self._begin()  # once: reduce-overhead keeps the gradients of earlier parts in its pool until the next
-        for _ in range(partitions):
+        for _ in range(pieces):
             loss = self.task.loss(*self.batch())
-            (loss / partitions if partitions > 1 else loss).backward()
+            (loss / pieces if pieces > 1 else loss).backward()
             self.last = loss.detach()
             del loss
         self.optimizer.step()

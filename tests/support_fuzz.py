@@ -172,8 +172,8 @@ class _Maker:
             self.add(f"{v.name}.view(torch.int32).view(torch.float32)", v.shape, v.dtype)
 
     def complex_part(self, v: Value) -> None:
-        partition = self.draw(st.sampled_from(("imag", "real")))
-        self.add(f"torch.complex({v.name}, {v.name} + 1).conj().{partition}", v.shape, v.dtype)
+        part = self.draw(st.sampled_from(("imag", "real")))
+        self.add(f"torch.complex({v.name}, {v.name} + 1).conj().{part}", v.shape, v.dtype)
 
     def reduced(self, v: Value) -> None:
         if len(v.shape) == 2:

@@ -48,10 +48,8 @@ class FakeExec(Exec):
         self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
         setter, launch = (libraries.address_of(f) for f in self._keep)
         self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
-        partitions = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
-        self._entry = ExecEntry(
-            partitions[0], 1, 1, partitions[1], len(nodes), partitions[2], partitions[3], 0
-        )
+        tables = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
+        self._entry = ExecEntry(tables[0], 1, 1, tables[1], len(nodes), tables[2], tables[3], 0)
         self.entry = ctypes.addressof(self._entry)
 
     def _launched(self, handle: Any, stream: Any) -> int:
@@ -168,8 +166,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
             if kind == "same":
                 outputs.append(dataclasses.replace(outputs[-1], same=len(outputs) - 1))
             if kind == "part":
-                partition = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
-                outputs.append(OutputSpec(region=region.index, layout=partition, view_of=len(outputs) - 1))
+                part = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
+                outputs.append(OutputSpec(region=region.index, layout=part, view_of=len(outputs) - 1))
     # Every region is named wherever it lives.
     slots = [
         Slot(node, 8 * r.index, r.index, 4 * (node % 3))

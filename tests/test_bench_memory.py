@@ -149,7 +149,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(load: Any) -> None:
     trainer.task.load = dataclasses.replace(configs.workload("cpu-tiny"), accumulate=4)
     twin = worker.Trainer(spec, worker.Device("cpu"))
     batches = [twin.task.batch() for _ in range(4)]
-    joined = tuple(torch.cat(partitions) for partitions in zip(*batches, strict=True))
+    joined = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     grads: list[list[Tensor]] = []
     for one in (trainer, twin):
         assert one.optimizer is not None

@@ -48,7 +48,7 @@ def wave(x: Tensor) -> Tensor:
 @pytest.mark.usefixtures("marked")
 def test_parts_states_and_gains() -> None:
     found = explain(wave, torch.randn(4))
-    assert [p.state for p in found.partitions] == ["captured", "plain", "captured"]
+    assert [p.state for p in found.partitions] == ["captured", "uncaptured", "captured"]
     assert [p.device_ops for p in found.partitions] == [2, 1, 3]
     assert [p.kernels for p in found.partitions] == [2, None, 3]
     assert found.device_ops == (5, 6)
@@ -64,7 +64,7 @@ def test_parts_states_and_gains() -> None:
 def test_a_part_that_is_too_small() -> None:
     """What it would gain counts with the op that cuts it off."""
     found = explain(wave, torch.randn(4), min_ops=3)
-    assert [p.state for p in found.partitions] == ["plain", "captured"]
+    assert [p.state for p in found.partitions] == ["uncaptured", "captured"]
     assert [r.code for r in found.partitions[0].reasons] == ["marked", "too-small"]
     assert [c.ops for c in found.changes] == [3]
 
@@ -80,7 +80,7 @@ def test_a_capture_that_is_refused() -> None:
 
 def test_a_graph_without_a_device() -> None:
     found = explain(lambda x: x * 2, torch.randn(4), driver="auto")
-    assert [p.state for p in found.partitions] == ["plain"]
+    assert [p.state for p in found.partitions] == ["uncaptured"]
     assert found.changes[0].reason.code == "no-device"
 
 
@@ -107,7 +107,7 @@ def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU())
     compiled = host(model, "inductor")
     found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
-    assert [p.state for p in found.partitions] == ["plain", "captured", "captured"]
+    assert [p.state for p in found.partitions] == ["uncaptured", "captured", "captured"]
     assert [r.code for r in found.partitions[0].reasons] == ["rng-seeds"]
     assert found.changes == ()
     assert found.complete
@@ -184,7 +184,7 @@ def test_as_data_and_as_a_page(tmp_path: pathlib.Path) -> None:
     assert " us" in str(found)
     report = pgraph.report()
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
-    assert [p["state"] for p in report.to_dict()["parts"]] == ["captured", "plain", "captured"]
+    assert [p["state"] for p in report.to_dict()["partitions"]] == ["captured", "uncaptured", "captured"]
 
 
 def test_nothing_is_watched_afterwards() -> None:

@@ -115,7 +115,7 @@ def check(explanation: pgraph.Explanation) -> None:
         assert f"{partition.name}: {partition.state}" in page
     assert "<script" not in page
     assert "http" not in page
-    assert data["device_ops"]["all"] == sum(p["device_ops"] * p["calls"] for p in data["parts"])
+    assert data["device_ops"]["all"] == sum(p["device_ops"] * p["calls"] for p in data["partitions"])
     assert all(p.seconds is not None and p.seconds > 0 for p in explanation.partitions if p.calls)
 
 

@@ -94,21 +94,29 @@ def test_the_rest_is_captured(faults: Callable[..., HostFaults], caplog: pytest.
         run(compiled, fn, lambda: torch.randn(6, 3))
         with launching(4):
             run(compiled, fn, lambda: torch.randn(6, 3), 2)
-    assert states() == [("part 0", "captured"), ("part 1", "plain"), ("part 2", "captured")]
+    assert states() == [
+        ("partition 0", "captured"),
+        ("partition 1", "uncaptured"),
+        ("partition 2", "captured"),
+    ]
     report = pgraph.report()
     assert (report.splits, report.refused) == (1, 0)
     assert report.split_s > 0
     assert [p.splits for p in report.partitions] == [1, 0, 0]
     assert [p.facts.device_ops for p in report.partitions] == [3, 1, 3]
     ((name, (reason,)),) = report.outside
-    assert name.endswith("part 1")
+    assert name.endswith("partition 1")
     assert reason.where is not None
     assert reason.where.startswith(__file__)
     assert "pgraph split the graph around it by itself" in reason.sentence
     assert ", 1 split in " in report.summary()
     as_data = json.loads(json.dumps(report.to_dict()))
-    assert (as_data["splits"], as_data["parts"][0]["splits"], as_data["parts"][1]["splits"]) == (1, 1, 0)
-    assert as_data["split_s"] == as_data["parts"][0]["split_s"] > 0
+    assert (as_data["splits"], as_data["partitions"][0]["splits"], as_data["partitions"][1]["splits"]) == (
+        1,
+        1,
+        0,
+    )
+    assert as_data["split_s"] == as_data["partitions"][0]["split_s"] > 0
     (warning,) = told(caplog)
     assert "was split in" in warning
     assert "pgraph_resplit::tenfold" in warning
@@ -135,7 +143,7 @@ def test_forward_and_backward(faults: Callable[..., HostFaults]) -> None:
     report = pgraph.report()
     assert (report.splits, report.refused) == (2, 0)
     assert [p.facts.graph.kind for p in report.partitions] == ["forward"] * 3 + ["backward"] * 3
-    assert [p.state for p in report.partitions] == ["captured", "plain", "captured"] * 2
+    assert [p.state for p in report.partitions] == ["captured", "uncaptured", "captured"] * 2
 
 
 def test_a_part_of_a_split_graph() -> None:
@@ -167,14 +175,14 @@ def test_explain_tells(capsys: pytest.CaptureFixture[str]) -> None:
     with inject(refusing("cumsum")):
         found = pgraph.explain(around, driver="host", codegen="aten", min_ops=1)(torch.randn(6, 3))
     assert found.device_ops == (6, 7)
-    assert [p.state for p in found.partitions] == ["captured", "plain", "captured"]
+    assert [p.state for p in found.partitions] == ["captured", "uncaptured", "captured"]
     (change,) = found.changes
     assert (change.ops, change.graphs, change.reason.code) == (1, 2, "capture-failed")
     text = found.render(times=False)
     assert "split by pgraph itself 1 time\n" in text
     assert "x = x.cumsum(0)" in text
     assert "split by pgraph itself 1 time, in " in str(found)
-    assert found.to_dict()["parts"][0]["splits"] == 1
+    assert found.to_dict()["partitions"][0]["splits"] == 1
     found.to_html()
 
 
@@ -325,7 +333,7 @@ def test_dynamic_sizes() -> None:
     with inject(refusing("cumsum")):
         for n in (6, 6, 6, 7, 7, 7, 9, 6, 7):
             run(compiled, around, lambda n=n: torch.randn(n, 3), 1)
-    assert [state for _, state in states()] == ["captured", "plain", "captured"]
+    assert [state for _, state in states()] == ["captured", "uncaptured", "captured"]
     assert [p.captures for p in pgraph.report().capturable] == [2, 2]
 
 

@@ -69,11 +69,11 @@ def without_chance(module: nn.Module) -> nn.Module:
     Covers modules (``p``) and the plain numbers that models hand to functions: ``dropout``, ``drop_prob``,
     ``attention_dropout``, ``layerdrop``...
     """
-    for partition in module.modules():
-        quieten(partition)
-        if "Dropout" in type(partition).__name__ or type(partition).__name__ == "StochasticDepth":
-            partition.p = 0.0
-        config = getattr(partition, "config", None)
+    for inner in module.modules():
+        quieten(inner)
+        if "Dropout" in type(inner).__name__ or type(inner).__name__ == "StochasticDepth":
+            inner.p = 0.0
+        config = getattr(inner, "config", None)
         if config is not None and not isinstance(config, dict):
             quieten(config)
     return module

@@ -223,8 +223,8 @@ def _meta(wrapper: _Wrapper) -> dict[str, Any] | None:
         return None
     with mode:
         value = wrapper.op(*values[0], **values[1])
-    partitions = (user for node in wrapper.stands_for() for user in node.users if is_getitem(user))
-    told = next((partition.meta for partition in partitions), {})
+    items = (user for node in wrapper.stands_for() for user in node.users if is_getitem(user))
+    told = next((item.meta for item in items), {})
     meta = {key: what for key, what in (told | wrapper.node.meta).items() if key not in _OWN_META}
     return meta | {"val": value}
 

@@ -356,10 +356,10 @@ class PartitionRunner:
 
     def _tell(self, specialization: Specialization, reason: Reason) -> None:
         others = [s.reason for s in self.stats.standings if s is not specialization.standing]
-        before = {other.code for other in others if other is not None}
+        before = {other.info for other in others if other is not None}
         specialization.refused(reason)
         log.log(
-            logging.INFO if reason.code in before else logging.WARNING,
+            logging.INFO if reason.info in before else logging.WARNING,
             "%s runs uncaptured: %s",
             self.name,
             reason,

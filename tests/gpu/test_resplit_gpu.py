@@ -99,7 +99,7 @@ def test_the_rest_is_captured(name: str, codegen: str) -> None:
         _check(model, codegen, grad=False)
     summary = report()
     assert (summary.splits, summary.refused) == (1, 0), explain()
-    assert [p.state for p in summary.partitions] == ["captured", "plain", "captured"], explain()
+    assert [p.state for p in summary.partitions] == ["captured", "uncaptured", "captured"], explain()
     assert_launched(2)
     ((_, reasons),) = summary.outside
     assert any(
@@ -117,7 +117,7 @@ def test_training(codegen: str) -> None:
     kinds = [(p.facts.graph.kind, p.state) for p in summary.partitions]
     assert kinds == [
         ("forward", "captured"),
-        ("forward", "plain"),
+        ("forward", "uncaptured"),
         ("forward", "captured"),
         ("backward", "captured"),
     ], explain()
