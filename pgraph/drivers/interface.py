@@ -329,8 +329,8 @@ def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any
     """Replace functions in a namespace for the duration of the block, for this thread only.
 
     Note [Other threads run on]
-    The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of that
-    very code: it must go on with real memory, or its kernels would write to ghosts.
+    The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of
+    that very code: it must go on with real memory, or its kernels would write to ghosts.
     """
     before = {name: namespace[name] for name in replacements}
     namespace.update({name: _in_this_thread(new, before[name]) for name, new in replacements.items()})

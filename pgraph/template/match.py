@@ -31,8 +31,8 @@ A slot's delta may lie past the end of its region or before the start, however f
 the address of an optional operand behind their workspace, where nothing is read, and others an origin from
 which an index leads back into the region. Such a word may lie in a neighbour, in one capture or in both, so
 where it lies says nothing. How far it moved does: the arenas see to it that no two regions move equally far
-(Note [Two layouts] in `pgraph.drivers.interface`). Each launch then computes what an uncaptured run
-would have. Should two living regions have moved equally far after all, a word that moved with them is refused.
+(Note [Two layouts] in `pgraph.drivers.interface`). Each launch then computes what an uncaptured run would
+have. Should two living regions have moved equally far after all, a word that moved with them is refused.
 
 A custom op may also use its memory in turn: one region in this capture, another in that. Those two may happen
 to lie as far apart as a third one moved, so a word that lies in others in both captures is refused there.
