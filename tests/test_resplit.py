@@ -22,7 +22,8 @@ from pgraph.compiler import compile_graph, resplit
 from pgraph.compiler.strides import as_before, keep_strides
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError
-from pgraph.partition.split import extract, scan
+from pgraph.partition.extract import extract
+from pgraph.partition.scan import scan
 from pgraph.reasons import Reason
 from pgraph.runtime import registry
 

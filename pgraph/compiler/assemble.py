@@ -17,8 +17,8 @@ from pgraph.compiler.borders import Borders
 from pgraph.compiler.context import Context, Memory
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
+from pgraph.partition.extract import SplitPlan, twin
 from pgraph.partition.facts import PartitionFacts
-from pgraph.partition.split import SplitPlan, twin
 from pgraph.runtime.graph_runner import GraphRunner
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed

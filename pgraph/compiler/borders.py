@@ -31,7 +31,7 @@ from pgraph.compiler.context import CompilePartition, Memory
 from pgraph.compiler.strides import dense, keep_strides
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name, unbacked
-from pgraph.partition.split import Call, SplitPlan
+from pgraph.partition.extract import Call, SplitPlan
 from pgraph.rewrites.storage_owners import owner_of
 from pgraph.runtime.protocols import Boxed
 

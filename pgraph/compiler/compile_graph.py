@@ -24,8 +24,9 @@ from pgraph.compiler.resplit import Splitter
 from pgraph.drivers import choice
 from pgraph.ops.fx import is_neutral
 from pgraph.ops.safety import refusal
+from pgraph.partition.extract import extract
 from pgraph.partition.facts import PartitionFacts, graph_facts, partition_facts
-from pgraph.partition.split import Partition, extract, scan
+from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites.checkpoint_rng import unwrap
 from pgraph.rewrites.storage_owners import count_from_owners

@@ -33,8 +33,9 @@ from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Declined
 from pgraph.compiler.strides import as_before
 from pgraph.ops.fx import is_structural, op_name, op_of, user_line
+from pgraph.partition.extract import extract
 from pgraph.partition.facts import Step, respliced, split_facts
-from pgraph.partition.split import Partition, extract, scan
+from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import registry
 from pgraph.runtime.partition_runner import PartitionRunner

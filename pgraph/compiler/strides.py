@@ -13,7 +13,7 @@ from pgraph import compat
 from pgraph.compat import Strides
 from pgraph.compiler.context import Declined
 from pgraph.ops.fx import is_getitem, is_neutral, op_of
-from pgraph.partition.split import Const, SplitPlan
+from pgraph.partition.extract import Const, SplitPlan
 from pgraph.runtime.sizes import symbols_in
 
 __all__ = ["as_before", "dense", "keep_strides"]

@@ -22,7 +22,7 @@ from pgraph.ops.fx import (
 )
 from pgraph.partition.causes import SEEDS, causes_of
 from pgraph.partition.module_names import module_of
-from pgraph.partition.split import Partition
+from pgraph.partition.scan import Partition
 from pgraph.reasons import Reason
 
 __all__ = [

@@ -1,49 +1,25 @@
-"""Cut an ATen graph into contiguous partitions, and each partition out as a module of its own.
+"""How partitions are cut out of an ATen graph: each becomes a module of its own.
 
-`scan` keeps program order, which is what keeps in-place ops right: the stock partitioners order partitions
-by data edges alone, and may run a mutation ahead of an earlier read. `extract` turns the partitions into
-calls over a flat list of value slots, so that an executor needs a list and a loop.
+The graph becomes calls of these modules over a flat list of value slots, so that an executor needs a list and
+a loop.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from pgraph.errors import PgraphError
-from pgraph.ops import op_names
-from pgraph.ops.fx import is_getitem, is_neutral, is_structural, is_token, op_name, output_values, symbols
-from pgraph.reasons import Reason
+from pgraph.ops.fx import is_structural, is_token, output_values, symbols
+from pgraph.partition.scan import Partition
 
-__all__ = ["Call", "Const", "Partition", "SplitPlan", "extract", "scan", "twin"]
-
-Refuse = Callable[[Node], Reason | None]
-
-# An op after one of these refusals may not be overtaken by a draw of seeds: it draws too.
-_DRAWING_CODES = frozenset({"rng", "rng-state", "higher-order"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Partition:
-    """A run of nodes, in the order in which they run.
-
-    Args:
-        index: position among the partitions.
-        safe: whether the run may be captured.
-        nodes: the graph's own nodes, without placeholders, attributes and the output.
-        reasons: why it may not; empty when it may.
-    """
-
-    index: int
-    safe: bool
-    nodes: tuple[Node, ...]
-    reasons: tuple[Reason, ...] = ()
+__all__ = ["Call", "Const", "SplitPlan", "extract", "twin"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,116 +65,6 @@ class SplitPlan:
     output_slots: tuple[int | Const, ...]
 
 
-@dataclasses.dataclass(slots=True)
-class _Run:
-    safe: bool | None  # None while it has neutral nodes only
-    nodes: list[Node]
-    reasons: list[Reason]
-
-    def device_ops(self) -> int:
-        return sum(not is_neutral(node) for node in self.nodes)
-
-
-# --- scan
-
-
-def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Partition]:
-    """Cut `graph` into maximal runs of safe and unsafe nodes, in program order.
-
-    Neutral nodes join the run they sit in, getitem its producer's. A safe run with fewer than
-    `min_ops` device ops cannot pay for a launch and joins its unsafe neighbours; a graph that is
-    safe as a whole is left alone. Draws of seeds go to the front when nothing drew before them, so
-    that they do not cut the graph. The graph itself is not changed.
-
-    Args:
-        graph: an ATen graph with ``meta["val"]``.
-        refuse: why a node must stay outside; see `pgraph.ops.safety.refusal`.
-        min_ops: fewest device ops that are worth a launch.
-
-    Returns:
-        The partitions; none when the graph has no ops.
-    """
-    reasons = {node: refuse(node) for node in graph.nodes if not is_structural(node)}
-    seeds = _hoistable_seeds(reasons)
-    runs: list[_Run] = []
-    home: dict[Node, _Run] = {}
-    if seeds:
-        runs.append(_Run(False, seeds, [reason for node in seeds if (reason := reasons[node])]))
-        home.update(dict.fromkeys(seeds, runs[0]))
-
-    for node, reason in reasons.items():
-        if node in home:
-            continue
-        producer = _producer(node)
-        if producer is not None and producer in home:
-            home[producer].nodes.append(node)
-            home[node] = home[producer]
-            continue
-        safe = None if reason is None and is_neutral(node) else reason is None
-        # Neutral nodes do not lengthen the run of hoisted seeds: what follows them is more likely theirs.
-        fresh = not runs or (len(runs) == 1 and bool(seeds))
-        if fresh or not (safe is None or runs[-1].safe is None or runs[-1].safe == safe):
-            runs.append(_Run(safe, [], []))
-        run = runs[-1]
-        if run.safe is None:
-            run.safe = safe
-        run.nodes.append(node)
-        if reason is not None:
-            run.reasons.append(reason)
-        home[node] = run
-
-    runs = _merge_small(runs, min_ops)
-    return [
-        Partition(index, run.safe is not False, tuple(run.nodes), tuple(dict.fromkeys(run.reasons)))
-        for index, run in enumerate(runs)
-    ]
-
-
-def _producer(node: Node) -> Node | None:
-    if is_getitem(node) and isinstance(node.args[0], Node):
-        return node.args[0]
-    return None
-
-
-def _hoistable_seeds(reasons: dict[Node, Reason | None]) -> list[Node]:
-    """The refused draws of seeds that may go first: no inputs, and nothing drew before them."""
-    found: list[Node] = []
-    for node, reason in reasons.items():
-        if reason is None:
-            continue
-        name = op_name(node.target) if isinstance(node.target, OpOverload) else ""
-        if name in op_names.SEED_OPS and not node.all_input_nodes:
-            found.append(node)
-        elif reason.code in _DRAWING_CODES:
-            break
-    return found
-
-
-def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
-    if len(runs) < 2:
-        return runs
-    merged: list[_Run] = []
-    for run in runs:
-        if run.safe is not False and (ops := run.device_ops()) < max(min_ops, 1):
-            noun = "op" if ops == 1 else "ops"
-            small = Reason(
-                "too-small",
-                f"{ops} {noun} between uncaptured ones cannot pay for a launch (min_ops is {min_ops})",
-                "capture more around them, or lower min_ops",
-            )
-            # A run without device ops loses nothing, so there is nothing to tell.
-            run = _Run(False, run.nodes, [small] if ops else [])
-        if merged and merged[-1].safe == run.safe:
-            merged[-1].nodes.extend(run.nodes)
-            merged[-1].reasons.extend(run.reasons)
-        else:
-            merged.append(run)
-    return merged
-
-
-# --- extract
-
-
 def extract(gm: GraphModule, partitions: Sequence[Partition]) -> SplitPlan:
     """Make a module of each partition, and say how values flow between them.
 
@@ -214,47 +80,37 @@ def extract(gm: GraphModule, partitions: Sequence[Partition]) -> SplitPlan:
         PgraphError: the partitions miss one of the graph's ops, or an output is nested.
     """
     graph = gm.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    covered = {node for partition in partitions for node in partition.nodes}
+    owner = {node: partition.index for partition in partitions for node in partition.nodes}
     for node in graph.nodes:
-        if not is_structural(node) and node not in covered:
+        if not is_structural(node) and node not in owner:
             raise PgraphError(
                 f"partition list misses {node.format_node()}. Fix: pass what scan() returned for it"
             )
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     results = _results(graph)
     if len(partitions) == 1 and isinstance(graph.output_node().args[0], tuple):
         return _whole(gm, partitions[0], len(placeholders), len(results))
-
-    owner = {node: partition.index for partition in partitions for node in partition.nodes}
-    reads = {partition.index: _reads(partition, owner, placeholders) for partition in partitions}
-    wanted = {node for nodes in reads.values() for node in nodes}
+    reads = [_reads(partition, owner, placeholders) for partition in partitions]
+    wanted = {node for nodes in reads for node in nodes}
     wanted |= {node for node in results if isinstance(node, Node) and node.op != "get_attr"}
+    made = [[node for node in partition.nodes if node in wanted] for partition in partitions]
+    slots = {node: slot for slot, node in enumerate(itertools.chain(placeholders, *made))}
+    output_slots = tuple(_output_slot(gm, value, slots) for value in results)
 
-    slots = {node: slot for slot, node in enumerate(placeholders)}
-    for partition in partitions:
-        for node in partition.nodes:
-            if node in wanted:
-                slots[node] = len(slots)
-
-    output_slots: list[int | Const] = []
-    for value in results:
-        if not isinstance(value, Node):
-            output_slots.append(Const(value))
-        elif value.op == "get_attr":
-            output_slots.append(Const(_attribute(gm, str(value.target))))
-        else:
-            output_slots.append(slots[value])
+    inputs = [tuple(slots[node] for node in nodes) for nodes in reads]
     kept = {slot for slot in output_slots if isinstance(slot, int)}
+    dying = _last_uses(inputs, len(placeholders), kept)
+    calls = tuple(
+        Call(partition, _module(gm, partition, read, new), taken, tuple(slots[node] for node in new), last)
+        for partition, read, new, taken, last in zip(partitions, reads, made, inputs, dying, strict=True)
+    )
+    return SplitPlan(calls, len(slots), tuple(range(len(placeholders))), output_slots)
 
-    modules = []
-    for partition in partitions:
-        outputs = [node for node in partition.nodes if node in slots]
-        module = _module(gm, partition, reads[partition.index], outputs)
-        inputs = tuple(slots[node] for node in reads[partition.index])
-        modules.append((partition, module, inputs, tuple(slots[node] for node in outputs)))
-    dying = _last_uses([inputs for _, _, inputs, _ in modules], len(placeholders), kept)
-    calls = tuple(Call(*fields, last) for fields, last in zip(modules, dying, strict=True))
-    return SplitPlan(calls, len(slots), tuple(range(len(placeholders))), tuple(output_slots))
+
+def _output_slot(gm: GraphModule, value: Any, slots: Mapping[Node, int]) -> int | Const:
+    if not isinstance(value, Node):
+        return Const(value)
+    return Const(_attribute(gm, str(value.target))) if value.op == "get_attr" else slots[value]
 
 
 def _results(graph: Graph) -> list[Any]:
@@ -280,8 +136,8 @@ def _reads(partition: Partition, owner: dict[Node, int], placeholders: Iterable[
     """What the partition takes from outside: plain symbols first, then values in order of first use.
 
     Note [Tokens stay at home]
-    Ordered effects hand a token on, which Inductor lowers to nothing: no partition can return it. Parts run
-    in the order of the program anyway, so each one begins with a token of its own.
+    Ordered effects hand a token on, which Inductor lowers to nothing: no partition can return it.
+    Partitions run in the order of the program anyway, so each one begins with a token of its own.
     """
     direct: dict[Node, None] = {}
     for node in partition.nodes:
@@ -327,7 +183,7 @@ def _module(gm: GraphModule, partition: Partition, inputs: list[Node], outputs: 
     output = graph.output(tuple(made[node] for node in outputs))
     # What a compiler makes of them it tells (Note [Borders]); it is asked for the strides in `val`.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    module = GraphModule(gm, graph, class_name=f"Part{partition.index}")
+    module = GraphModule(gm, graph, class_name=f"Partition{partition.index}")
     module.meta = dict(gm.meta)
     return module
 
