@@ -35,7 +35,7 @@ class GhostRange:
     address: int
     nbytes: int
     birth: int
-    slack: int
+    margin: int
     owner: StorageWeakRef | None
     death: int | None = None
     library: bool = False
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
-        self.own: set[int] = set()
+        self.builtin: set[int] = set()
         self.ops: list[Dispatch] = []
         self._times: Counter[Any] = Counter()
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
         if is_builtin(func):
-            self.own.update(range(before, after))
+            self.builtin.update(range(before, after))
         elif is_custom(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def builtin_nodes(self, order: Topology) -> frozenset[int]:
         """Nodes recorded by ops of PyTorch's own: where ops overlap, only if all of those are."""
         spans = (range(first, last) for first, last in pairwise(order.joins))
-        return frozenset(node for span in spans if self.own.issuperset(span) for node in span)
+        return frozenset(node for span in spans if self.builtin.issuperset(span) for node in span)
 
     def meet(self, order: Topology) -> None:
         """Date births and deaths by joins."""

@@ -34,7 +34,7 @@ from pgraph.compiler.context import Context, Declined
 from pgraph.compiler.strides import as_before
 from pgraph.ops.fx import is_structural, op_name, op_of, user_line
 from pgraph.partition.extract import extract
-from pgraph.partition.facts import Step, respliced, split_facts
+from pgraph.partition.facts import OpRun, respliced, split_facts
 from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import registry
@@ -241,7 +241,7 @@ class Splitter:
         owner.stats.facts = dataclasses.replace(owner.stats.facts, graph=graph)
         owner.stats.splits, owner.stats.split_s = self._splits, self._seconds
         registry.register(owner)
-        registry.renew(respliced(graph, self._source.first, ops, [Step(ops, None)]))
+        registry.renew(respliced(graph, self._source.first, ops, [OpRun(ops, None)]))
         times = amount(self._splits, "time")
         owner.give_up(_more(reason, f"pgraph split the graph {times}, and no part of it could be captured"))
 

@@ -43,7 +43,7 @@ class PeakLedger:
     Every method takes the peaks that the framework shows now, in bytes, in the same order.
     """
 
-    def __init__(self, quantities: int = 2) -> None:
+    def __init__(self, quantities: int) -> None:
         self._own = [0] * quantities  # the program has surely been so high
         self._left = [-1] * quantities  # where a capture left the peak
 

@@ -73,7 +73,7 @@ from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 from pgraph.template.kernel_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 
 __all__ = ["match"]
@@ -168,7 +168,7 @@ class _Word(NamedTuple):
     record: NodeRecord
     node: int
     offset: int
-    own: bool  # of an op of PyTorch's own
+    builtin: bool  # of an op of PyTorch's own
     loose: bool  # and within a struct, so that it may be padding
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ class _Matcher:
         self._framework = framework
         self._workspaces = workspaces
         self._constants = constants
-        self._own = a.own & b.own
+        self._builtin = a.builtin & b.builtin
         self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
         for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
             self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
@@ -198,11 +198,11 @@ class _Matcher:
         words = len(node_a.params) // 8
         values_a = struct.unpack_from(f"={words}Q", node_a.params)
         values_b = struct.unpack_from(f"={words}Q", node_b.params)
-        own = index in self._own
-        structs = node_a.structs if own else ()
+        builtin = index in self._builtin
+        structs = node_a.structs if builtin else ()
         slots = []
         for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
-            word = _Word(node_a, index, w * 8, own, any(low <= w * 8 < high for low, high in structs))
+            word = _Word(node_a, index, w * 8, builtin, any(low <= w * 8 < high for low, high in structs))
             if va == vb:
                 self._constant(word, va)
             elif (slot := self._moving(word, va, vb)) is not None:
@@ -230,7 +230,7 @@ class _Matcher:
         if ghost_a and ghost_b:
             return self._astray(word, va, vb)
         # A pointer is one in both captures: an address on one side only is left in padding.
-        known = word.loose if ghost_a or ghost_b else word.own
+        known = word.loose if ghost_a or ghost_b else word.builtin
         if not known and (ghost_a or self._in_framework(va)) and (ghost_b or self._in_framework(vb)):
             raise _refuse(
                 "ambiguous-word",
@@ -282,7 +282,7 @@ class _Matcher:
     @staticmethod
     def _must_be_padding(word: _Word) -> None:
         """Refuse a word that names dead memory, unless it can be nothing but left-over bytes."""
-        if not (word.own and word.record.kind == "kernel"):
+        if not (word.builtin and word.record.kind == "kernel"):
             raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
 
     def _gone(self, in_a: int, in_b: int, node: int) -> bool:
@@ -293,7 +293,7 @@ class _Matcher:
         return self._framework.find(value) if self._framework is not None else None
 
 
-def _dead(allocation: Allocation, node: int) -> bool:
+def _dead(allocation: GhostAllocation, node: int) -> bool:
     return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
 
 
@@ -306,8 +306,8 @@ def _within(value: int, ghosts: tuple[int, int]) -> bool:
     return ghosts[0] <= value < ghosts[1]
 
 
-def _region_map(allocations: Sequence[Allocation]) -> RangeMap:
-    return RangeMap([(r.address, r.nbytes, r.slack) for r in allocations])
+def _region_map(allocations: Sequence[GhostAllocation]) -> RangeMap:
+    return RangeMap([(r.address, r.nbytes, r.margin) for r in allocations])
 
 
 def _refuse(code: str, sentence: str) -> MatchError:

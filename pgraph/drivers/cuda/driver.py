@@ -149,7 +149,7 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
-        self._ledger = PeakLedger()
+        self._ledger = PeakLedger(quantities=2)
 
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         return _CAPTURE_LOCK
