@@ -60,7 +60,7 @@ def record(
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
         DriverError: the device could not just now (memory, most likely); nothing has run.
     """
-    # The collector must not free somebody else's device objects in the middle of a capture.
+    # The garbage collector must not free the program's device objects in the middle of a capture.
     collecting = gc.isenabled()
     gc.disable()
     try:

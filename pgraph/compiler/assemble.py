@@ -36,7 +36,7 @@ class Source:
     """What it takes to compile a partition once more.
 
     Args:
-        graph: a copy that nobody has changed.
+        graph: a copy, made before a compiler changed the graph.
         inputs: example inputs.
         memory: of the inputs.
         first: device ops of the whole graph that run before it.
@@ -152,7 +152,7 @@ def _runner(
 def _watched(context: Context, module: GraphModule, lazy: Iterable[int]) -> dict[int, Trait]:
     """Arguments of which the code depends on more than layout and address.
 
-    Note [What nobody guards]
+    Note [Unguarded arguments]
     Dynamo guards the inputs of a forward, lazy bits included, and what a forward saves is as it was traced.
     No guard covers the gradients that come into a backward: they may be lazy conjugates in one call and not
     in the next. ATen code depends on more, which Inductor's code fixes by itself, whoever runs it:

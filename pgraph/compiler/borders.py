@@ -1,18 +1,18 @@
-"""What the values look like that go from one part of a graph to another, and to the backward.
+"""The strides of values that go from one partition of a graph to the next, and to the backward.
 
 Note [Borders]
 Every partition is compiled on its own, for inputs of certain strides, and Inductor's code stops (or computes
-wrongly, if its checks are off) on any others. The trace says strides, and they are not always those of
-today: Inductor pads what a forward saves, and what it returns as a view of a padded buffer, and it lays out
-convolutions as it likes. So no stride is taken for granted:
+wrongly, if its checks are off) on any others. The strides in the trace are not always those of the values at
+run time: Inductor pads what a forward saves, returns views of padded buffers, and chooses the layout of
+convolutions. So:
 
 * AOTAutograd compiles a backward with example inputs that have the strides which the forward reported.
   The traced values are brought up to date with them (`bring_up_to_date`), as Inductor does by itself.
 * The partitions are compiled in the order in which they run. Inductor reports which strides the results of
   each have; with those later partitions are compiled (Inductor traces anew inside of each), and those are
   reported to AOTAutograd, which compiles the backward for them.
-* What the user sees, and what `as_strided` reads, has to have the strides of the trace. Where Inductor
-  reports others, or none, the code makes a copy with them.
+* What the user sees, and what `as_strided` reads, must have the strides of the trace. Where Inductor
+  reports others, or none, the code makes a copy that has them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Borders:
             strides += self._output_strides()
 
     def inputs(self, call: Call) -> list[Any]:
-        """The values that a partition takes, as they will be; its turn must have come."""
+        """The values that a partition takes, as they will be. Those before it must be compiled."""
         return [self._values[slot] for slot in call.inputs]
 
     def compile(self, call: Call, compiler: CompilePartition, memory: Memory) -> Boxed:
@@ -140,7 +140,7 @@ class Borders:
         return copied
 
     def _output_strides(self) -> list[Strides | None]:
-        """For each output of the whole graph: its strides, None where nobody can tell."""
+        """The strides of each output of the whole graph; None where they depend on data."""
         values = [self._values[o] if isinstance(o, int) else None for o in self._split.output_slots]
         strides = [value.stride() if _strided(value) else None for value in values]
         return [None if any(unbacked(stride) for stride in found or ()) else found for found in strides]
@@ -151,7 +151,7 @@ def _strided(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _same(value: torch.Tensor, strides: Strides) -> bool:
-    """Whether they are the value's for certain; nobody reads the stride of a dimension of size 1."""
+    """Whether the value certainly has these strides; that of a dimension of size 1 does not matter."""
     return all(
         compat.same_number(mine, theirs) or compat.same_number(size, 1)
         for size, mine, theirs in zip(value.size(), value.stride(), strides, strict=True)

@@ -26,12 +26,12 @@ class Declined(Exception):  # noqa: N818 - no error of the program's
 
 
 class Account:
-    """The splits that pgraph made of one ATen graph by itself (Note [Split by itself]).
+    """The automatic splits of one ATen graph (Note [Automatic splits]).
 
     Args:
         splits: made, or tried.
         found: names of the ops that made captures fail.
-        lock: held while one of the graph's partitions is split; never waited for.
+        lock: held while one of the graph's partitions is split; no thread waits for it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Context:
         kind: of the graph.
         compile_partition: makes code of one partition.
         broken: why Dynamo ended the graph where it did, if the function went on.
-        account: of the splits that pgraph makes by itself.
+        account: of its automatic splits.
     """
 
     driver: Driver | None
@@ -73,7 +73,7 @@ class Memory:
     Args:
         static: the caller keeps their memory.
         donated: the code may overwrite them.
-        gradients: no guard covers their lazy bits and types (Note [What nobody guards]).
+        gradients: no guard covers their lazy bits and types (Note [Unguarded arguments]).
     """
 
     static: frozenset[int]

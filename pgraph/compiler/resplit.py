@@ -1,17 +1,17 @@
 """One refused op costs one op: a partition whose capture is refused is split once more, around that op.
 
-Note [Split by itself]
-The safety rules know many ops that no graph can hold, and not all. What they miss shows when a partition is
-captured, by when its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
+Note [Automatic splits]
+The safety rules know many ops that no graph can hold, but not all. The others are found when a partition is
+captured; by then its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
 its first capture is made or refused. If the refusal names an op (`pgraph.capture.culprit`), the copy is cut
-around it and all ops like it, the pieces are compiled as the partitions of a graph are, and run in the
-partition's place: plainly first, then captured. A refused piece has the same partition cut anew, around what
-was found before, too. That happens three times per graph at most, and only before anything of the partition
-was captured.
+around that op and all ops like it. The pieces are compiled as the partitions of a graph are, and run in the
+partition's place: uncaptured first, then captured. If a piece is refused, the whole partition is cut again,
+around the ops found before as well. A graph is split three times at most, and a partition only before any
+part of it is captured.
 
-The pieces hand out what the partition did: results have the strides that its code gave them, for whatever
-takes them was compiled for those. Where none of the pieces can be captured, the partition's own code is
-back: it has fewer calls, and Inductor fused more of it.
+The results of the pieces have the strides that the partition's code gave them, because the code that takes
+them was compiled for those. Where none of the pieces can be captured, the partition runs its own code again:
+it has fewer calls, and Inductor fused more of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["SPLITS", "Piece", "Splitter"]
 log = logging.getLogger(__name__)
 
 SPLITS = 3
-"""How often one ATen graph is split by itself, at most: each split compiles part of it once more."""
+"""Automatic splits of one ATen graph, at most: each compiles part of the graph once more."""
 
 
 class Piece:
@@ -62,12 +62,12 @@ class Piece:
         self.nodes = tuple(nodes)
 
     def captured(self) -> None:
-        """It was; its part of the source is not needed any more."""
+        """The piece was captured; its part of the source is not needed any more."""
         self._splitter.settled(self, None)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Whether it may be split now, and not while another thread splits the same graph."""
+        """Whether the piece may be split now. It may not while another thread splits the same graph."""
         lock = self._splitter.account.lock
         mine = lock.acquire(blocking=False)
         try:
@@ -80,13 +80,13 @@ class Piece:
         """Its capture was refused: split, if that helps. Call it in its turn and without locks.
 
         Returns:
-            None if others run in its place now; else why it runs uncaptured from now on.
+            None if other code runs in its place now; else why it runs uncaptured from now on.
         """
         return self._splitter.refused(self, reason, culprit)
 
 
 class Splitter:
-    """Splits one partition, again and again if need be. Those of its pieces that wait keep it alive.
+    """Splits one partition, several times if needed. The pieces that are not captured yet keep it alive.
 
     Args:
         owner: the partition as it was compiled first.
@@ -161,9 +161,9 @@ class Splitter:
     # -- one split -----------------------------------------------------------------------------
 
     def _around(self, piece: Piece, reason: Reason, culprit: Dispatch) -> dict[Node, Reason]:
-        """What stays outside from now on, and why; empty if nothing of the piece would be left.
+        """The nodes that stay outside from now on, and why; empty if no node of the piece could be captured.
 
-        What is refused a second time in one graph is refused for another shape: it goes altogether.
+        An op that was refused in this graph before, with another shape, stays outside wherever it occurs.
         """
         alike = nodes_of(culprit, piece.nodes)
         names = {op_name(op_of(node)) for node in alike}
@@ -192,7 +192,7 @@ class Splitter:
         """Compile the pieces and have them run in the partition's place.
 
         Raises:
-            Declined: they could not do for it.
+            Declined: the pieces cannot do what the partition does.
         """
         start = time.perf_counter()
         made, nodes = self._assemble(owner, refused)
@@ -213,7 +213,7 @@ class Splitter:
     def _assemble(
         self, owner: PartitionRunner, refused: dict[Node, Reason]
     ) -> tuple[Assembly, list[tuple[Node, ...]]]:
-        """The pieces, which hand out what the partition did, and the nodes of each."""
+        """The pieces, whose results have the partition's strides, and the nodes of each."""
         source, context = self._source, self._context
         with compat.compiling_again(source.traced) as assumes_more:
             if context.by_inductor:

@@ -105,7 +105,7 @@ def as_before(code: _Code, split: SplitPlan, unsplit: Any, pieces: Sequence[Any]
 
 
 def _is_fresh(node: Node) -> bool:
-    """Whether a value is a tensor of its own, which a copy can stand for."""
+    """Whether a value shares its memory with no other tensor, so that a copy can replace it."""
     while is_getitem(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     op = op_of(node)

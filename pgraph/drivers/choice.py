@@ -21,7 +21,7 @@ NOT_ON_A_DEVICE = Reason(
     "the graph's tensors are on the CPU, where there is nothing to capture",
     "move the model and its inputs to CUDA, or try the mechanism on the CPU with options={'driver': 'host'}",
 )
-""" Why a graph for which `choose` finds no driver runs uncaptured."""
+"""Why a graph for which `choose` finds no driver runs uncaptured."""
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ _noticed = False
 
 
 def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
-    """The driver for a graph, None to run it plainly.
+    """The driver for a graph; None if the graph runs uncaptured.
 
     Args:
         wanted: option `driver`.

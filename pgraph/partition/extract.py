@@ -157,7 +157,7 @@ def _reads(partition: Partition, owner: dict[Node, int], placeholders: Iterable[
         values = output_values(node)
         if len(values) == 1 and isinstance(values[0], torch.SymInt):
             providers.setdefault(values[0].node.expr, node)
-    # A symbol that nobody passes as a number must be a plain size of some input tensor: no more is
+    # A symbol that is no value of the graph must be a plain size of some input tensor: no more is
     # known to the original graph either.
     plain = {providers[symbol]: None for symbol in sorted(needed, key=str) if symbol in providers}
     return [*plain, *(node for node in direct if node not in plain)]

@@ -1,4 +1,4 @@
-"""What is known about a graph and its partitions when they are compiled: strings and numbers only.
+"""Facts about a graph and its partitions, collected when they are compiled: strings and numbers only.
 
 The facts outlive the FX graph: a report must not keep a model, a module or a tensor alive. They hold
 enough of the order of ops to answer "what would be captured if this reason were gone?" (`captured_ops`).
@@ -46,7 +46,7 @@ _UNNAMED: Final = frozenset({"capture-failed", "capture-lost", "node-kind"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpRun:
-    """Ops in a row that share a fate.
+    """Ops in a row that may all be captured, or that all stay outside for one reason.
 
     Args:
         ops: how many device ops.
@@ -87,7 +87,7 @@ class PartitionFacts:
     Args:
         graph: the graph that it is a part of.
         index: position among the partitions; None if the graph was not cut.
-        piece: position among what pgraph made of a partition when it split it by itself.
+        piece: position among the pieces of a partition that was split automatically.
         safe: whether it may be captured.
         ops: (name, count) of its device ops, in order of first use.
         reasons: why it may not be captured.
@@ -127,8 +127,8 @@ class PartitionFacts:
     def placed(self, reason: Reason, op: str | None) -> Reason:
         """The reason with the user's line of `op`.
 
-        Where the driver did not say which op it was, and it was none that was dispatched when the
-        error came, the custom ops are named: what PyTorch's own ops do in a capture is known.
+        Where neither the driver nor the dispatcher tells which op it was, the custom ops are named: what
+        built-in ops do in a capture is known.
         """
         if op is None and reason.code in _UNNAMED and self.custom:
             op = self.custom[0]
@@ -251,9 +251,9 @@ def _places(partition: Partition) -> tuple[tuple[tuple[str, str], ...], tuple[st
 
 
 def same_cause(reason: Reason) -> tuple[str, ...]:
-    """Reasons with the same key go away by the same change: what stands on one line of the user's.
+    """A key that is the same for reasons that one change removes: those of one line of the user's code.
 
-    A line often expands to several refused ops, in the forward and in the backward.
+    Such a line often becomes several refused ops, in the forward and in the backward.
     """
     return (reason.where,) if reason.where is not None else _kind(reason)
 
@@ -277,6 +277,3 @@ def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int,
             run[0] = run[0] and run[1] >= graph.min_ops
     partitions = sum(i == 0 or runs[i - 1][0] != run[0] for i, run in enumerate(runs))
     return sum(ops for safe, ops in runs if safe), partitions
-
-
-# -- causes --------------------------------------------------------------------------------------

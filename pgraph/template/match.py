@@ -18,13 +18,13 @@ as far apart as regions that are all dead     left-over bytes in padding: ignore
 each in its own ghosts, in dead regions       left-over bytes in padding: ignored **
 each in its own ghosts, otherwise             ambiguous: refuse *
 one in its ghosts, one in the framework's     ambiguous: refuse *
-both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
+both in the framework's memory                ambiguous: refuse, unless the op is built-in
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
 
-Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct. Two stars:
-if a kernel of an op of PyTorch's own is given it. A custom op may use what another one left to it and freed,
-and copies and fills have no padding: refuse.
+* Where a built-in op passes a struct, more words are known to be padding.
+** Only for the kernel of a built-in op. A custom op may use memory that another op has freed, and copies and
+fills have no padding: there the word is refused.
 
 Note [Beyond a region]
 A slot's delta may lie past the end of its region or before the start, however far: cuDNN's kernels are given
@@ -36,19 +36,19 @@ have. Should two living regions have moved equally far after all, a word that mo
 
 A custom op may also use its memory in turn: one region in this capture, another in that. Those two may happen
 to lie as far apart as a third one moved, so a word that lies in others in both captures is refused there.
-What PyTorch's own op computes for a struct depends on nothing but what it is given: it follows the third.
+What a built-in op computes for a struct depends on nothing but what it is given: it follows the third.
 
 Note [Left-over addresses]
 Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
 half of an old address (of the host's memory, too, which shares the upper bits) beside some small number,
 and where the framework holds tens of gigabytes such a word looks like a device address. A parameter of
-eight bytes has no padding. Of a struct's words, what is known of PyTorch's own ops tells:
+eight bytes has no padding. For a struct's words, what is known of built-in ops tells:
 
 * In a capture whatever they are given or allocate lies in ghost memory, so none of their pointers moves
   within real memory, or is a ghost in one capture only.
 * A pointer is computed from a range that is alive, so it moves as far as that range (Note [Beyond a region]).
   Other words do not: not those of regions that differ, and not a number of two or four bytes beside the
-  rest of an old address (Note [Two layouts]). An old address whole does, and may be rewritten for nothing.
+  rest of an old address (Note [Two layouts]). A whole old address does; rewriting it does no harm.
 * Between calls they keep no device memory, save workspaces of cuBLAS (a capture is given its own and no
   other) or what is refused by name (`pgraph.ops.op_names`: states of recurrent nets). Would a later version
   keep a buffer, a kernel would get the address at which it begins: such a word is refused, one that points
@@ -56,7 +56,7 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
   their size, take no such buffer (`OPERAND_KERNELS`, `ATTENTION_KERNELS` and `CUDNN_KERNELS` there); they
   are not refused, for the framework's memory often begins where the lower half of an address is zero.
 
-A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
+A custom op may use buffers of its own in turn, and nothing tells, so there all of these words are refused.
 
 Cost: O(regions), and O(log(regions)) for each word that moves.
 """
@@ -168,7 +168,7 @@ class _Word(NamedTuple):
     record: NodeRecord
     node: int
     offset: int
-    builtin: bool  # of an op of PyTorch's own
+    builtin: bool  # of a built-in op
     loose: bool  # and within a struct, so that it may be padding
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ class _Matcher:
         """Whether the word lies in memory in use in both captures, but not in these regions."""
         found = []
         for recording, hit in ((self._a, self._map_a.find(va)), (self._b, self._map_b.find(vb))):
-            # Bytes of a region itself, and its end: nobody's own pointers lie in the gaps.
+            # Bytes of a region itself, and its end: no pointer to another region lies in the gaps.
             if hit is None or hit[0] in regions or not 0 <= hit[1] <= recording.allocations[hit[0]].nbytes:
                 return False
             found.append(hit[0])

@@ -1,4 +1,4 @@
-"""Which range holds an address."""
+"""Finds the range of memory that holds an address."""
 
 from __future__ import annotations
 

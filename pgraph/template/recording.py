@@ -44,7 +44,7 @@ class GhostAllocation:
         nbytes: size in bytes.
         birth: count of nodes recorded when it came to be (0 for inputs); a join.
         death: count of nodes recorded when it was seen dead, a join; None if it outlived the capture.
-        margin: bytes on either side that belong to nobody else (pointers before the start or past
+        margin: bytes on either side that belong to no other range (pointers before the start or past
             the end still mean this range).
         library: a library kept it to the end, and gave it back when asked.
     """
@@ -106,7 +106,7 @@ class Recording:
         outputs: one per result, regions numbered as `allocations`.
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
-        builtin: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
+        builtin: nodes recorded by built-in ops; not those of custom ops and of generated kernels.
         steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
             of them lie the nodes of one op, of generated kernels, or of ops that overlap.
         ops: those that recorded nodes, in order. Generated kernels belong to none.

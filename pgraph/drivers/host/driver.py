@@ -79,7 +79,7 @@ class HostSession(Session):
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         self._edges: list[tuple[int, int]] = []
         self._tail: tuple[int, ...] = ()  # what the next node waits for
-        # For the fault `aside`: nodes that nobody waits for yet, and [first, end) of what each writes.
+        # For the fault `aside`: nodes that no other node waits for yet, and [first, end) of what each writes.
         self._aside: dict[int, list[tuple[int, int]]] = {}
         faults = fault.active()
         faults.reach("second-begin" if self._second else "begin")
@@ -310,7 +310,7 @@ class HostExec(Exec):
                     fault.active().reach("set_params")
                     rewritten += 1
             fault.active().reach("launch")
-            # A device's kernels ask nobody: neither do their stand-ins.
+            # No mode of the caller's applies to a device's kernels, so none does here.
             with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
                 for i in self._sequence:
                     run(self._nodes[i], self._params[i])

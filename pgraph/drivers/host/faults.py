@@ -1,7 +1,7 @@
-"""Ways in which the host driver can misbehave on purpose.
+"""Faults that tests inject into the host driver.
 
-Each imitates something that real CUDA captures do or that real libraries were seen doing, so that
-the tests can show what pgraph makes of it.
+Each imitates something that real CUDA captures or libraries do, so that the tests can show how pgraph
+handles it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HostFaults:
         if self.fail_at != point or self.fail_count <= 0:
             return
         self.fail_count -= 1
-        sentence = f"injected failure at {point!r}"
+        sentence = f"injected failure at step {point!r}"
         if self.fail_as == "device":
             raise DriverError(sentence)
         if self.fail_as == "memory":
