@@ -201,18 +201,9 @@ class Chain:
         Past `limit` it stops early: `held` is then above the limit, and `lanes` unfinished.
         """
         held = self.inputs[a] + self.carried[a]
-        groups: dict[int, tuple[list[int], list[int]]] = {}
-        for k in range(a, b):
-            for r in self.births[k]:
-                groups.setdefault(self.size[r], ([], []))[1].append(r)
-            for r in self.deaths[k]:
-                # A carried tenant that dies inside the chunk leaves its block idle to the end.
-                if self.start[r] < a < k:
-                    groups.setdefault(self.size[r], ([], []))[0].append(r)
         lanes: list[Lane] = []
         idle = _Idle(b - a)
-        for size in sorted(groups, reverse=True):
-            carried, born = groups[size]
+        for size, (carried, born) in sorted(self._by_size(a, b).items(), reverse=True):
             busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane)
             free: list[tuple[int, int]] = []
             for r in carried:
@@ -244,6 +235,18 @@ class Chain:
             for since, lane in busy + free:
                 idle.add(size, since - a, b - a, lane, 0)
         return Packed(held, lanes)
+
+    def _by_size(self, a: int, b: int) -> dict[int, tuple[list[int], list[int]]]:
+        """Regions of chunk ``[a, b)``: by size, those carried in that die inside, and those born inside."""
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for k in range(a, b):
+            for r in self.births[k]:
+                groups.setdefault(self.size[r], ([], []))[1].append(r)
+            for r in self.deaths[k]:
+                # A carried tenant that dies inside the chunk leaves its block idle to the end.
+                if self.start[r] < a < k:
+                    groups.setdefault(self.size[r], ([], []))[0].append(r)
+        return groups
 
     def cut(self, limit: int) -> list[int]:
         """Borders 0 .. n of the fewest chunks within `limit`."""

@@ -1,4 +1,4 @@
-"""The CUDA driver: every CUDA call that pgraph makes is in this package's `cuda*` files.
+"""The CUDA driver: captures, arenas and execs of one device. All of pgraph's CUDA calls are in this folder.
 
 Three decisions shape it:
 

@@ -119,17 +119,7 @@ class HostSession(Session):
         refuse_mixed_norms(op, args, kwargs)
         self._absent = self._beyond(op.overloadpacket.__name__)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
-        try:
-            with self._fake:
-                result = op(*fakes[0], **fakes[1])
-        except Exception as e:  # data-dependent results, ops without a shape rule
-            raise CaptureError(
-                Reason(
-                    "not-permitted",
-                    f"{op} cannot be recorded: {type(e).__name__}",
-                    "keep it outside with pgraph.mark_unsafe",
-                )
-            ) from e
+        result = self._traced(op, *fakes)
         mine = tree_flatten((args, kwargs))[0]
         theirs = tree_flatten(fakes)[0]
         given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
@@ -154,6 +144,20 @@ class HostSession(Session):
         return out
 
     # -- recording --------------------------------------------------------------------------
+
+    def _traced(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The op's results by its rule for fake tensors."""
+        try:
+            with self._fake:
+                return op(*args, **kwargs)
+        except Exception as e:  # data-dependent results, ops without a shape rule
+            raise CaptureError(
+                Reason(
+                    "not-permitted",
+                    f"{op} cannot be recorded: {type(e).__name__}",
+                    "keep it outside with pgraph.mark_unsafe",
+                )
+            ) from e
 
     def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
         with self._fake:
