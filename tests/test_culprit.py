@@ -119,7 +119,7 @@ def test_steps_of_a_graph_that_was_split() -> None:
     no, why = Reason("no", "no", "no"), Reason("why", "why", "why")
     graph = GraphFacts("forward", 0, 1, (OpRun(2, None), OpRun(1, no), OpRun(5, None)))
     split = respliced(graph, 3, 5, (OpRun(2, None), OpRun(1, why), OpRun(2, None)))
-    assert [(s.ops, s.reason) for s in split.steps] == [(2, None), (1, no), (2, None), (1, why), (2, None)]
+    assert [(s.ops, s.reason) for s in split.op_runs] == [(2, None), (1, no), (2, None), (1, why), (2, None)]
     assert respliced(split, 3, 5, (OpRun(5, None),)) == graph
     inside = respliced(GraphFacts("forward", 0, 1, (OpRun(8, None),)), 2, 3, (OpRun(3, why),))
-    assert [(s.ops, s.reason) for s in inside.steps] == [(2, None), (3, why), (3, None)]
+    assert [(s.ops, s.reason) for s in inside.op_runs] == [(2, None), (3, why), (3, None)]
