@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from pgraph import compat
 from pgraph.compiler.compile_graph import compile_partitions
+from pgraph.compiler.context import Context
 from pgraph.compiler.graph_breaks import break_of
 from pgraph.drivers import choice
 from pgraph.errors import FullCaptureError, OptionError
@@ -119,7 +120,8 @@ def _compile_inductor(
     kind: Kind = (
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    return compile_partitions(gm, example_inputs, options, kind, compile_partition, broken)
+    driver = choice.choose(options.driver, gm)
+    return compile_partitions(gm, example_inputs, Context(driver, options, kind, compile_partition, broken))
 
 
 def _aten(
@@ -130,7 +132,8 @@ def _aten(
             compat.unwrap_mutations(graph)
             if kind == "inference":
                 constants.on_device(graph)
-            return compile_partitions(graph, inputs, options, kind, _compile_aten, broken)
+            driver = choice.choose(options.driver, graph)
+            return compile_partitions(graph, inputs, Context(driver, options, kind, _compile_aten, broken))
 
         return compile_graph
 

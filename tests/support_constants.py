@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import map_aggregate
 
 from pgraph.ops.safety import refusal
-from pgraph.partition.split import Partition, scan
+from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites import constants
 

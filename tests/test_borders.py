@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.library import Library
 
-from pgraph.compiler import borders, compile_graph
+from pgraph.compiler import assemble, borders, compile_graph
 from pgraph.compiler.borders import Borders
 from pgraph.compiler.strides import dense, keep_strides
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
@@ -79,8 +79,9 @@ def cutting() -> Iterator[Callable[..., None]]:
 class Traced(Borders):
     """Takes the strides of the graph's inputs from the trace."""
 
-    def __init__(self, gm: GraphModule, inputs: Sequence[Any], split: Any) -> None:
-        super().__init__(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], split)
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], split: Any, *, by_inductor: bool) -> None:
+        traced = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        super().__init__(gm, traced, split, by_inductor=by_inductor)
 
 
 def check_training(settings: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def test_a_part_of_a_backward_takes_what_the_forward_padded(
     cutting("back")
     if not cured:
         monkeypatch.setattr(compile_graph, "bring_up_to_date", lambda gm, inputs: None)
-        monkeypatch.setattr(compile_graph, "Borders", Traced)
+        monkeypatch.setattr(assemble, "Borders", Traced)
     shows(functools.partial(check_training, PADDING), cured)
 
 
@@ -115,7 +116,7 @@ def test_what_a_part_returns_is_padded(
     if not cured and hole == "next-part":
         monkeypatch.setattr(borders.compat, "restrided", lambda value, strides: value)
     if not cured and hole == "backward":
-        monkeypatch.setattr(Borders, "output_strides", lambda self: [None] * len(self._split.output_slots))
+        monkeypatch.setattr(Borders, "_output_strides", lambda self: [None] * len(self._split.output_slots))
     shows(functools.partial(check_training, PADDING_ALL), cured)
 
 

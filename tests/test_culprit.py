@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pgraph.capture.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
-from pgraph.partition.facts import GraphFacts, Step, respliced
+from pgraph.partition.facts import GraphFacts, OpRun, respliced
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.recording import Recording
 from pgraph.template.topology import chain
@@ -117,9 +117,9 @@ def test_an_op_that_records_more_nodes_the_second_time() -> None:
 
 def test_steps_of_a_graph_that_was_split() -> None:
     no, why = Reason("marked", "no", "no"), Reason("tagged", "why", "why")
-    graph = GraphFacts("forward", 0, 1, (Step(2, None), Step(1, no), Step(5, None)))
-    split = respliced(graph, 3, 5, (Step(2, None), Step(1, why), Step(2, None)))
-    assert [(s.ops, s.reason) for s in split.steps] == [(2, None), (1, no), (2, None), (1, why), (2, None)]
-    assert respliced(split, 3, 5, (Step(5, None),)) == graph
-    inside = respliced(GraphFacts("forward", 0, 1, (Step(8, None),)), 2, 3, (Step(3, why),))
-    assert [(s.ops, s.reason) for s in inside.steps] == [(2, None), (3, why), (3, None)]
+    graph = GraphFacts("forward", 0, 1, (OpRun(2, None), OpRun(1, no), OpRun(5, None)))
+    split = respliced(graph, 3, 5, (OpRun(2, None), OpRun(1, why), OpRun(2, None)))
+    assert [(s.ops, s.reason) for s in split.op_runs] == [(2, None), (1, no), (2, None), (1, why), (2, None)]
+    assert respliced(split, 3, 5, (OpRun(5, None),)) == graph
+    inside = respliced(GraphFacts("forward", 0, 1, (OpRun(8, None),)), 2, 3, (OpRun(3, why),))
+    assert [(s.ops, s.reason) for s in inside.op_runs] == [(2, None), (3, why), (3, None)]

@@ -56,7 +56,7 @@ def call(compiled: Any) -> None:
 
 def test_the_matrix_is_complete() -> None:
     """A new step or kind must be added to the cases."""
-    assert {step for step, _, _ in CASES} == set(faults.Step.__args__)
+    assert {step for step, _, _ in CASES} == set(faults.FaultPoint.__args__)
     assert {kind for _, kind, _ in CASES} == set(faults.Kind.__args__)
 
 

@@ -12,15 +12,15 @@ from support import host, launching, same, shows
 from torch import Tensor
 
 import pgraph
+from pgraph.drivers.host import arena, nodes
 from pgraph.drivers.host import driver as host_driver
-from pgraph.drivers.host import nodes
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.interface import UNIT
 from pgraph.template import match
 from pgraph.template.template import Slot
 
 SCRATCH = host_driver._SCRATCH
-GUARD = host_driver._GUARD
+GUARD = arena._GUARD
 GARBAGE = 2
 # From the end of an op's scratch to the op's result, which the first capture places right behind it.
 TO_THE_RESULT = 3 * UNIT - SCRATCH

@@ -12,7 +12,7 @@ from pgraph.drivers.interface import UNIT, next_start
 from pgraph.errors import MatchError
 from pgraph.template.match import match
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -25,8 +25,8 @@ def recording(base: int, *words: int, gap: int = 0, death: int | None = None, nb
     """One node with these words; an input of 64 bytes at base + 0x1000, a temporary at + 0x8000 + gap."""
     node = NodeRecord("kernel", "k", ("grid", 1), struct.pack(f"={len(words)}Q", *words))
     allocations = (
-        Allocation(base + 0x1000, 64, 0, None, slack=256),
-        Allocation(base + 0x8000 + gap, nbytes, 0, death, slack=256),
+        GhostAllocation(base + 0x1000, 64, 0, None, margin=256),
+        GhostAllocation(base + 0x8000 + gap, nbytes, 0, death, margin=256),
     )
     return Recording((node,), chain(1), allocations, 1, (OutputSpec(region=1),), (base, base + SPAN), None)
 
@@ -128,7 +128,9 @@ def test_regions_used_in_turn_as_far_apart_as_a_third_moved() -> None:
 
     def recorded(base: int, at: tuple[int, ...], word: int) -> Recording:
         r = recording(base, 3, base + at[word])
-        return dataclasses.replace(r, allocations=tuple(Allocation(base + x, 64, 0, None, 256) for x in at))
+        return dataclasses.replace(
+            r, allocations=tuple(GhostAllocation(base + x, 64, 0, None, 256) for x in at)
+        )
 
     a = recorded(A, (0x1000, 0x2000, 0x4000), 0)
     b = recorded(B, (0x1000, 0x3000, 0x6000), 1)  # the third one moved by as much as lies between these
@@ -195,7 +197,10 @@ def test_numbers_over_old_addresses_are_padding(nbytes: int, number: int) -> Non
         recordings.append(
             loose(
                 dataclasses.replace(
-                    r, allocations=(Allocation(start, 1 << 16, 0, None, slack=256),), n_inputs=1, outputs=()
+                    r,
+                    allocations=(GhostAllocation(start, 1 << 16, 0, None, margin=256),),
+                    n_inputs=1,
+                    outputs=(),
                 )
             )
         )
@@ -279,9 +284,9 @@ def test_a_word_that_moved_out_of_its_ghosts_is_ambiguous(word_a: int, word_b: i
 def test_a_word_that_moved_within_framework_memory() -> None:
     """Row 10: a custom op may use buffers of its own in turn; PyTorch's ops have ghosts only."""
     a, b = pair((FRAMEWORK + 8,), (FRAMEWORK + 16,))
-    own_a, own_b = (dataclasses.replace(r, own=frozenset({0})) for r in (a, b))
+    own_a, own_b = (dataclasses.replace(r, builtin=frozenset({0})) for r in (a, b))
     assert match(own_a, own_b, framework=outside()) == ()
-    others = tuple(dataclasses.replace(r, own=frozenset({1})) for r in (a, b))  # another node's op
+    others = tuple(dataclasses.replace(r, builtin=frozenset({1})) for r in (a, b))  # another node's op
     for x, y in ((a, b), (own_a, b), (a, own_b), others):
         with pytest.raises(MatchError, match=r"ambiguous-word.*device memory"):
             match(x, y, framework=outside())
@@ -290,7 +295,7 @@ def test_a_word_that_moved_within_framework_memory() -> None:
 def loose(r: Recording, *, own: bool = True, until: int = 16) -> Recording:
     """The same, its words up to byte `until` in a struct that one of PyTorch's own ops passes."""
     node = dataclasses.replace(r.nodes[0], structs=((0, until),) if until else ())
-    return dataclasses.replace(r, nodes=(node,), own=frozenset({0} if own else ()))
+    return dataclasses.replace(r, nodes=(node,), builtin=frozenset({0} if own else ()))
 
 
 @pytest.mark.parametrize(

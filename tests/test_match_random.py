@@ -14,7 +14,7 @@ from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
 from pgraph.template.match import match
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import Allocation, NodeRecord, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -53,7 +53,7 @@ class Case:
     def recording(self, capture: int) -> Recording:
         bases = self.bases[capture]
         allocations = tuple(
-            Allocation(address, size, *life, slack=SLACK)
+            GhostAllocation(address, size, *life, margin=SLACK)
             for address, size, life in zip(bases, self.sizes, self.lives, strict=True)
         )
         nodes = tuple(

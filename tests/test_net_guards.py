@@ -17,7 +17,7 @@ from pgraph.errors import DriverError, MatchError
 from pgraph.launch.native import native_launch, native_program
 from pgraph.native import libraries
 from pgraph.template.match import match
-from pgraph.template.recording import Allocation, NodeRecord, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -189,7 +189,9 @@ A, B = 0x7000_0000_0000, 0x7100_0000_0000
 
 def recorded(base: int, at: tuple[int, ...], word: int, *, dead: int | None, own: bool) -> Recording:
     """One kernel with one word, on regions of 64 bytes at these offsets; `dead` is freed before it."""
-    allocations = tuple(Allocation(base + x, 64, 0, 0 if i == dead else None, 256) for i, x in enumerate(at))
+    allocations = tuple(
+        GhostAllocation(base + x, 64, 0, 0 if i == dead else None, 256) for i, x in enumerate(at)
+    )
     node = NodeRecord("kernel", "k", (), (base + word).to_bytes(8, "little"))
     return Recording(
         (node,), chain(1), allocations, 1, (), (base, base + (1 << 20)), None, frozenset({0} if own else ())

@@ -23,7 +23,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import CaptureError, DriverError
 from pgraph.launch.guards import Guards, TensorGuard, alignments
 from pgraph.ops.safety import refusal
-from pgraph.partition.split import scan
+from pgraph.partition.scan import scan
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_seeds
 from pgraph.errors import PgraphError
 from pgraph.ops.safety import refusal
-from pgraph.partition.split import Const, SplitPlan, extract, scan
+from pgraph.partition.extract import Const, SplitPlan, extract
+from pgraph.partition.scan import scan
 from pgraph.reasons import Reason
 
 aten = torch.ops.aten

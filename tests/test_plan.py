@@ -54,18 +54,18 @@ def equal_sizes_costs(n: int, lives: list[Lifetime]) -> dict[tuple[int, int], in
 
 
 @settings(max_examples=300, deadline=None)
-@given(programs(), st.sampled_from([0, 512, 4096, 1 << 22]), st.sampled_from([0.0, 0.01, 0.3]))
-@example((0, []), 0, 0.0)
-@example((0, [Lifetime(7, 100, 0, 1, "output"), Lifetime(8, 9, 0, 0, "temp")]), 0, 0.0)
-@example((2, [Lifetime(0, 512, 2, 2, "temp"), Lifetime(1, 512, 2, 3, "output")]), 0, 0.0)
+@given(programs(), st.sampled_from([0, 512, 4096, 30_000, 1 << 22]))
+@example((0, []), 0)
+@example((0, [Lifetime(7, 100, 0, 1, "output"), Lifetime(8, 9, 0, 0, "temp")]), 0)
+@example((2, [Lifetime(0, 512, 2, 2, "temp"), Lifetime(1, 512, 2, 3, "output")]), 0)
 def test_plan_is_sound_within_the_limit_and_minimal(
-    program: tuple[int, list[Lifetime]], slack_bytes: int, slack_ratio: float
+    program: tuple[int, list[Lifetime]], slack_bytes: int
 ) -> None:
     n, lives = program
-    plan = make_plan(n, lives, slack_bytes=slack_bytes, slack_ratio=slack_ratio)
+    plan = make_plan(n, lives, slack_bytes=slack_bytes)
     assert plan.peak == replay_and_check(n, lives, plan)
     assert plan.eager_peak == eager_peak(n, lives)
-    limit = max(plan.eager_peak + slack_bytes, int(plan.eager_peak * (1 + slack_ratio)))
+    limit = plan.eager_peak + max(slack_bytes, plan.eager_peak // 100)
     assert plan.peak <= limit
     if n == 0:
         assert len(plan.chunks) == bool(lives)
@@ -75,13 +75,14 @@ def test_plan_is_sound_within_the_limit_and_minimal(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 32), st.integers(EXHAUSTIVE_NODES + 1, 60), st.sampled_from([0.01, 0.1]))
+@given(st.integers(0, 1 << 32), st.integers(EXHAUSTIVE_NODES + 1, 60), st.sampled_from([0.0, 0.1]))
 def test_long_chains_never_need_more_chunks_than_equal_size_sharing(seed: int, n: int, ratio: float) -> None:
     rng = random.Random(seed)
     lives = random_program(rng, n, 3 * n // 2, lambda: rng.choice([512, 1000, 4096, 70_000, 65_536]), 8)
-    plan = make_plan(n, lives, slack_bytes=0, slack_ratio=ratio)
+    slack = int(eager_peak(n, lives) * ratio)
+    plan = make_plan(n, lives, slack_bytes=slack)
     assert plan.peak == replay_and_check(n, lives, plan)
-    limit = int(plan.eager_peak * (1 + ratio))
+    limit = plan.eager_peak + max(slack, plan.eager_peak // 100)
     assert plan.peak <= limit
     costs = equal_sizes_costs(n, lives)
     assert len(plan.chunks) <= fewest_chunks(n, lambda a, b: costs[a, b], limit)
@@ -93,24 +94,10 @@ def test_long_chains_never_need_more_chunks_than_equal_size_sharing(seed: int, n
             assert chain.pack(a, b, None).held <= cost
 
 
-@settings(max_examples=100, deadline=None)
-@given(programs(max_nodes=40, max_regions=50), st.integers(1, 4))
-def test_max_chunks_is_kept_by_raising_the_limit(program: tuple[int, list[Lifetime]], most: int) -> None:
-    n, lives = program
-    free = make_plan(n, lives, slack_bytes=0, slack_ratio=0.0)
-    plan = make_plan(n, lives, slack_bytes=0, slack_ratio=0.0, max_chunks=most)
-    assert plan.peak == replay_and_check(n, lives, plan)
-    assert len(plan.chunks) <= max(most, 0)
-    if len(free.chunks) <= most:
-        assert plan == free
-    elif n:
-        assert plan.peak <= Chain(n, lives).pack(0, n, None).held
-
-
 @pytest.mark.parametrize("layers", [2, 8, 32, 200])
 def test_backward_of_a_whole_model_stays_at_the_eager_peak(layers: int) -> None:
     build = model_backward(layers, 16 * MIB, 56 * MIB, 40 * MIB)
-    whole = make_plan(build.n, build.lives, max_chunks=1)
+    whole = make_plan(build.n, build.lives, slack_bytes=1 << 50)
     plan = make_plan(build.n, build.lives)
     assert len(whole.chunks) == 1
     assert plan.peak <= plan.eager_peak * 1.01
@@ -137,7 +124,7 @@ def test_temporaries_live_in_an_output_block_before_its_birth() -> None:
     build.temp(3000, 0, 2)
     build.temp(900, 0, 1)
     build.output(5000, 2)
-    plan = make_plan(4, build.lives, slack_bytes=0, slack_ratio=0.0)
+    plan = make_plan(4, build.lives, slack_bytes=0)
     assert plan.peak == plan.eager_peak == rounded(5000)
     assert plan.blocks[0].tenants == ((0, 0), (1, rounded(3000)), (2, 0))
 
@@ -182,9 +169,5 @@ def test_wrong_arguments_are_named() -> None:
         make_plan(-1, [])
     with pytest.raises(PlanError, match="slack_bytes is -5"):
         make_plan(1, [], slack_bytes=-5)
-    with pytest.raises(PlanError, match="slack_ratio is nan"):
-        make_plan(1, [], slack_ratio=float("nan"))
-    with pytest.raises(PlanError, match="max_chunks is 0; pass a number >= 1"):
-        make_plan(1, [], max_chunks=0)
     with pytest.raises(PlanError, match="region 0 has no block in this plan"):
         make_plan(1, [Lifetime(0, 8, 0, 2, "input")]).location(0)

@@ -19,9 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pgraph
 from pgraph.compiler import compile_graph, resplit
+from pgraph.compiler.strides import as_before, keep_strides
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError
-from pgraph.partition.split import extract, scan
+from pgraph.partition.extract import extract
+from pgraph.partition.scan import scan
 from pgraph.reasons import Reason
 from pgraph.runtime import registry
 
@@ -416,7 +418,7 @@ def test_strides_are_those_of_the_whole() -> None:
     def mine(args: list[Any]) -> tuple[Any, ...]:
         return (args.pop() + 1, 3)
 
-    (result, number) = resplit._restriding(mine, [(0, (1, 4))])([x])
+    (result, number) = keep_strides(mine, (), (), {0: (1, 4)})([x])
     assert (result.stride(), number) == ((1, 4), 3)
     same(result, x + 1)
 
@@ -451,16 +453,16 @@ def test_which_results_are_copied() -> None:
         return [args[0], args[0] * 2, args[0].t()]
 
     whole = Told(("6", "1"), ("6", "1"), ("1", "6"))
-    assert resplit.as_before(code, split, whole, pieces) is code
+    assert as_before(code, split, whole, pieces) is code
     x = torch.randn(4, 6)
     changed = Told(("6", "1"), ("1", "4"), ("1", "6"))
-    same(resplit.as_before(code, split, changed, pieces)([x]), (x, x * 2, x.t()))
-    got = resplit.as_before(code, split, changed, pieces)([x])
+    same(as_before(code, split, changed, pieces)([x]), (x, x * 2, x.t()))
+    got = as_before(code, split, changed, pieces)([x])
     assert [t.stride() for t in got] == [(6, 1), (1, 4), (1, 6)]
-    assert resplit.as_before(code, split, object(), pieces) is code, "else the trace's are promised"
+    assert as_before(code, split, object(), pieces) is code, "else the trace's are promised"
     for strides in ((("6", "1"), ("s0", "1"), ("1", "6")), (("6", "1"), ("6", "1"), ("4", "1"))):
         with pytest.raises(Exception, match=r"result \d might have other strides"):
-            resplit.as_before(code, split, Told(*strides), pieces)
+            as_before(code, split, Told(*strides), pieces)
 
 
 def test_sizes_that_nobody_checks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

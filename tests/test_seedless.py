@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import pgraph
 from pgraph import backend, compat
 from pgraph.compiler import compile_graph
+from pgraph.compiler.context import Context
+from pgraph.drivers import choice
 from pgraph.native import libraries
 from pgraph.options import parse
 from pgraph.rewrites.checkpoint_rng import unwrap
@@ -289,7 +291,8 @@ def test_a_generator_among_the_arguments(last: bool, in_c: bool, monkeypatch: py
     gm = made.module(doubled)
     options = parse({"driver": "host", "codegen": "aten", "min_ops": 1})
     values = [node.meta["val"] for node in inputs]
-    run = compile_graph.compile_partitions(gm, values, options, "forward", backend._compile_aten, None)
+    context = Context(choice.choose("host", gm), options, "forward", backend._compile_aten)
+    run = compile_graph.compile_partitions(gm, values, context)
 
     def call() -> tuple[Tensor, Tensor]:
         qkv = [torch.randn(2, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]

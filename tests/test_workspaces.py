@@ -16,7 +16,7 @@ from pgraph.launch.interpreter import launch_first
 from pgraph.launch.program import program_of
 from pgraph.native import libraries
 from pgraph.template.packing import survives
-from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -27,9 +27,9 @@ def recording(base: int, steps: tuple[int, ...]) -> Recording:
     """Five nodes; an input, an output, and a workspace that nothing but its library let go."""
     nodes = tuple(NodeRecord("kernel", f"k{i}", (), bytes(16)) for i in range(5))
     allocations = (
-        Allocation(base, 64, 0, 4),
-        Allocation(base + 4096, SIZE, 0, None, library=True),
-        Allocation(base + (4 << 20), 64, 4, None),
+        GhostAllocation(base, 64, 0, 4),
+        GhostAllocation(base + 4096, SIZE, 0, None, library=True),
+        GhostAllocation(base + (4 << 20), 64, 4, None),
     )
     outputs = (OutputSpec(region=2),)
     return Recording(

@@ -92,7 +92,11 @@ def build(
 def _slots(
     driver: Driver, first: Recording, second: Recording, constants: Sequence[torch.Tensor]
 ) -> tuple[Slot, ...]:
-    """Raises MatchError, with the op at fault where one is."""
+    """The slots of two recordings.
+
+    Raises:
+        MatchError: with the op at fault, if one op is.
+    """
     try:
         return match(
             first,

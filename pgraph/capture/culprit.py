@@ -1,11 +1,10 @@
 """Which op made a capture fail, and which nodes of the traced graph that op came from.
 
 Note [One op to blame]
-A refusal names a node of the recording or the op that was being dispatched. From there to the graph that was
-compiled there is no thread to follow: Inductor renames, fuses and reorders. So the op is looked up by name,
-then by the types and shapes of its tensors, then by strides and other arguments, as long as something is left
-that agrees. Nothing is proved by that, and nothing has to be: a wrong guess costs a compilation, and what is
-captured around it is proved like any other capture.
+A refusal names a node of the recording or the op that was being dispatched. Nothing links these to the graph
+that was compiled: Inductor renames, fuses and reorders. So the op is looked up by name, then by the types and
+shapes of its tensors, then by strides and other arguments, as long as some node agrees. This proves nothing,
+and need not: a wrong guess costs a compilation, and each capture around it is proved like any other capture.
 """
 
 from __future__ import annotations

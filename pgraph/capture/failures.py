@@ -1,4 +1,4 @@
-"""What is said of a capture that stopped."""
+"""Reasons and errors for a capture that stopped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def not_recorded(name: str) -> Reason:
     """Note [Work on another stream]
 
     An op that launches on a stream of its own choice, one that it remembered or the default stream,
-    leaves nothing in the graph: each launch would hand out memory that nobody wrote. PyTorch's own
-    ops use the current stream; of others, one that has a result and no node is refused.
+    leaves nothing in the graph: each launch would return memory that no kernel has written. Built-in
+    ops use the current stream. A custom op that has a result and no node is refused.
     """
     return Reason(
         "not-recorded",
@@ -24,9 +24,9 @@ def not_recorded(name: str) -> Reason:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a failure says something of the moment (no memory, a driver call) and not of the op.
+    """Whether a capture may succeed later: memory ran out or a driver call failed, and no op is at fault.
 
-    Libraries and generated code report a want of memory in other types, so their text is read.
+    Libraries and generated code report a lack of memory with errors of other types, so their text is read.
     """
     if isinstance(error, DriverError | torch.OutOfMemoryError | MemoryError):
         return True
@@ -35,7 +35,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def failure_of(error: Exception, culprit: Dispatch | None = None) -> CaptureError | DriverError:
-    """What to raise for it, without the frames that it came through."""
+    """The error to raise in place of `error`, without the stack frames that it holds."""
     if isinstance(error, CaptureError):
         return CaptureError(error.reason, error.op, culprit=error.culprit or culprit)
     op = culprit.op if culprit is not None else None

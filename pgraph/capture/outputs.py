@@ -23,8 +23,8 @@ def output_specs(
 ) -> tuple[OutputSpec, ...]:
     """Note [One tensor, several results]
     What a forward returns and saves is one tensor or a view of it, and their version counter tells autograd
-    that somebody has written into it. Two tensors on the same memory, with a counter each, would give wrong
-    gradients without a word.
+    when it was written into. Two tensors on the same memory, each with a counter, would give wrong gradients
+    and no error.
     """
     specs: list[OutputSpec] = []
     for position, value in enumerate(results):

@@ -30,7 +30,7 @@ from pgraph.capture.outputs import output_specs
 from pgraph.capture.recorder import GhostRange, Recorder
 from pgraph.drivers.interface import Arena, Driver, Session, patched
 from pgraph.errors import CaptureError
-from pgraph.template.recording import Allocation, Recording
+from pgraph.template.recording import GhostAllocation, Recording
 
 __all__ = ["record"]
 
@@ -60,7 +60,7 @@ def record(
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
         DriverError: the device could not just now (memory, most likely); nothing has run.
     """
-    # The collector must not free somebody else's device objects in the middle of a capture.
+    # The garbage collector must not free the program's device objects in the middle of a capture.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -112,11 +112,13 @@ def _record(
     specs = output_specs(results, recorder, moved, ranges)
     del results
     recorder.all_gone()
-    allocations = tuple(Allocation(r.address, r.nbytes, r.birth, r.death, r.slack, r.library) for r in ranges)
+    allocations = tuple(
+        GhostAllocation(r.address, r.nbytes, r.birth, r.death, r.margin, r.library) for r in ranges
+    )
     ghosts = (session.arena.low, session.arena.position)
-    own, steps = recorder.builtin_nodes(order), recorder.steps(order)
+    builtin, steps = recorder.builtin_nodes(order), recorder.steps(order)
     return Recording(
-        nodes, order, allocations, n_inputs, specs, ghosts, graph, own, steps, tuple(recorder.ops)
+        nodes, order, allocations, n_inputs, specs, ghosts, graph, builtin, steps, tuple(recorder.ops)
     )
 
 
@@ -138,7 +140,7 @@ def _merge(ranges: list[GhostRange], n_inputs: int) -> tuple[list[GhostRange], l
                 last.birth = min(last.birth, r.birth)
                 ends = (last.death, r.death)
                 last.death = None if None in ends else max(e for e in ends if e is not None)
-                last.slack = 0
+                last.margin = 0
                 last.library = last.library and r.library  # a tensor's bytes are meant to last
                 merged[-1][1].append(i)
                 continue

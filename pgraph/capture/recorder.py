@@ -1,4 +1,4 @@
-"""While a partition is captured: its ops go to the session, its allocations are watched."""
+"""What happens while a partition is captured: each op is sent to the session, each allocation is watched."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GhostRange:
     address: int
     nbytes: int
     birth: int
-    slack: int
+    margin: int
     owner: StorageWeakRef | None
     death: int | None = None
     library: bool = False
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
-        self.own: set[int] = set()
+        self.builtin: set[int] = set()
         self.ops: list[Dispatch] = []
         self._times: Counter[Any] = Counter()
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._adopt(leaf, before)
         if is_builtin(func):
-            self.own.update(range(before, after))
+            self.builtin.update(range(before, after))
         elif is_custom(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
@@ -133,12 +133,12 @@ class Recorder(TorchDispatchMode):
         return tuple(sorted({count for _, count in self._marks}.intersection(order.joins)))
 
     def builtin_nodes(self, order: Topology) -> frozenset[int]:
-        """Nodes recorded by ops of PyTorch's own: where ops overlap, only if all of those are."""
+        """Nodes recorded by built-in ops; where ops overlap, only if all of them are built-in."""
         spans = (range(first, last) for first, last in pairwise(order.joins))
-        return frozenset(node for span in spans if self.own.issuperset(span) for node in span)
+        return frozenset(node for span in spans if self.builtin.issuperset(span) for node in span)
 
     def meet(self, order: Topology) -> None:
-        """Date births and deaths by joins."""
+        """Move each birth back, and each death on, to a join."""
         for r in self.ranges:
             r.birth = order.before(r.birth)
             r.death = order.after(r.death) if r.death is not None else None
@@ -168,8 +168,8 @@ class Recorder(TorchDispatchMode):
         """Make sure that the program kept none of the ghosts.
 
         Raises:
-            CaptureError: it did (an op that remembers its arguments, say). The addresses are then
-                never given back, so that whoever holds such a tensor can at least not read another's.
+            CaptureError: it did (an op that remembers its arguments, for example). The addresses are then
+                never given back: no later tensor gets an address that the program may still read.
         """
         if self._kept():
             gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         return [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
 
     def add_hidden(self) -> None:
-        """Add what ops allocated for themselves, dated by the arena's position."""
+        """Add what ops allocated for themselves; the arena's position tells when."""
         tracked = {r.address: r for r in self.ranges}
         positions = [position for position, _ in self._marks]
         for h in self._session.hidden():

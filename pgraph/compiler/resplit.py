@@ -1,17 +1,17 @@
 """One refused op costs one op: a partition whose capture is refused is split once more, around that op.
 
-Note [Split by itself]
-The safety rules know many ops that no graph can hold, and not all. What they miss shows when a partition is
-captured, by when its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
+Note [Automatic splits]
+The safety rules know many ops that no graph can hold, but not all. The others are found when a partition is
+captured; by then its code is compiled and runs. So for each partition a copy of its ATen graph is kept until
 its first capture is made or refused. If the refusal names an op (`pgraph.capture.culprit`), the copy is cut
-around it and all ops like it, the pieces are compiled as the partitions of a graph are, and run in the
-partition's place: plainly first, then captured. A refused piece has the same partition cut anew, around what
-was found before, too. That happens three times per graph at most, and only before anything of the partition
-was captured.
+around that op and all ops like it. The pieces are compiled as the partitions of a graph are, and run in the
+partition's place: uncaptured first, then captured. If a piece is refused, the whole partition is cut again,
+around the ops found before as well. A graph is split three times at most, and a partition only before any
+part of it is captured.
 
-The pieces hand out what the partition did: results have the strides that its code gave them, for whatever
-takes them was compiled for those. Where none of the pieces can be captured, the partition's own code is
-back: it has fewer calls, and Inductor fused more of it.
+The results of the pieces have the strides that the partition's code gave them, because the code that takes
+them was compiled for those. Where none of the pieces can be captured, the partition runs its own code again:
+it has fewer calls, and Inductor fused more of it.
 """
 
 from __future__ import annotations
@@ -19,89 +19,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from pgraph import compat
 from pgraph.capture.culprit import nodes_of
+from pgraph.compiler.assemble import Assembly, Source, assemble
 from pgraph.compiler.borders import bring_up_to_date
-from pgraph.ops.fx import is_getitem, is_neutral, is_structural, op_name, op_of, user_line
-from pgraph.options import Options
-from pgraph.partition.facts import PartitionFacts, Step, respliced, split_facts
-from pgraph.partition.split import Const, SplitPlan, extract, scan
+from pgraph.compiler.context import Context, Declined
+from pgraph.compiler.strides import as_before
+from pgraph.ops.fx import is_structural, op_name, op_of, user_line
+from pgraph.partition.extract import extract
+from pgraph.partition.facts import OpRun, respliced, split_facts
+from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import registry
-from pgraph.runtime.graph_runner import GraphRunner
 from pgraph.runtime.partition_runner import PartitionRunner
-from pgraph.runtime.protocols import Boxed
 from pgraph.text import amount
 
-__all__ = ["SPLITS", "Account", "Memory", "Piece", "Source", "Splitter", "as_before"]
+__all__ = ["SPLITS", "Piece", "Splitter"]
 
 log = logging.getLogger(__name__)
 
 SPLITS = 3
-"""How often one ATen graph is split by itself, at most: each split compiles part of it once more."""
-
-
-class Account:
-    """What the partitions of one ATen graph share.
-
-    Args:
-        splits: made, or tried.
-        found: names of the ops that made captures fail.
-        lock: held while one of them is split; never waited for.
-    """
-
-    def __init__(self) -> None:
-        self.splits = 0
-        self.found: set[str] = set()
-        self.lock = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
-    """Inputs of a partition, by position, of which something is known.
-
-    Args:
-        static: memory that the caller keeps.
-        donated: the partition's code may overwrite them.
-        gradients: nobody guards what they are like (Note [What nobody guards]).
-    """
-
-    static: frozenset[int]
-    donated: frozenset[int]
-    gradients: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """What it takes to compile a partition once more.
-
-    Args:
-        graph: a copy that nobody has changed.
-        inputs: example inputs.
-        memory: of the inputs.
-        first: device ops of the whole graph that run before it.
-        traced: see `pgraph.compat.compiling_again`.
-        options: of this compilation.
-        assemble: (graph, partitions, facts, memory of the inputs) -> runners.
-    """
-
-    graph: GraphModule
-    inputs: tuple[Any, ...]
-    memory: Memory
-    first: int
-    traced: compat.Tracing
-    options: Options
-    assemble: Callable[[GraphModule, SplitPlan, Sequence[PartitionFacts], Memory], list[Any]]
+"""Automatic splits of one ATen graph, at most: each compiles part of the graph once more."""
 
 
 class Piece:
@@ -117,12 +62,12 @@ class Piece:
         self.nodes = tuple(nodes)
 
     def captured(self) -> None:
-        """It was; its part of the source is not needed any more."""
+        """The piece was captured; its part of the source is not needed any more."""
         self._splitter.settled(self, None)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Whether it may be split now, and not while another thread splits the same graph."""
+        """Whether the piece may be split now. It may not while another thread splits the same graph."""
         lock = self._splitter.account.lock
         mine = lock.acquire(blocking=False)
         try:
@@ -135,26 +80,23 @@ class Piece:
         """Its capture was refused: split, if that helps. Call it in its turn and without locks.
 
         Returns:
-            None if others run in its place now; else why it runs uncaptured from now on.
+            None if other code runs in its place now; else why it runs uncaptured from now on.
         """
         return self._splitter.refused(self, reason, culprit)
 
 
-class _Declined(Exception):  # noqa: N818 - no error: its text says why there is no split
-    pass
-
-
 class Splitter:
-    """Splits one partition, again and again if need be. Those of its pieces that wait keep it alive.
+    """Splits one partition, several times if needed. The pieces that are not captured yet keep it alive.
 
     Args:
         owner: the partition as it was compiled first.
         source: to compile it from once more.
-        account: of its graph.
+        context: of its graph.
     """
 
-    def __init__(self, owner: PartitionRunner, source: Source, account: Account) -> None:
-        self.account = account
+    def __init__(self, owner: PartitionRunner, source: Source, context: Context) -> None:
+        self.account = context.account
+        self._context = context
         self._owner = weakref.ref(owner)
         self._source = source
         self._body = tuple(node for node in source.graph.graph.nodes if not is_structural(node))
@@ -202,7 +144,7 @@ class Splitter:
                     reason,
                 )
                 return None
-        except _Declined as e:
+        except Declined as e:
             told = _more(reason, str(e))
         except Exception as e:
             log.debug("the split failed", exc_info=True)
@@ -219,9 +161,9 @@ class Splitter:
     # -- one split -----------------------------------------------------------------------------
 
     def _around(self, piece: Piece, reason: Reason, culprit: Dispatch) -> dict[Node, Reason]:
-        """What stays outside from now on, and why; empty if nothing of the piece would be left.
+        """The nodes that stay outside from now on, and why; empty if no node of the piece could be captured.
 
-        What is refused a second time in one graph is refused for another shape: it goes altogether.
+        An op that was refused in this graph before, with another shape, stays outside wherever it occurs.
         """
         alike = nodes_of(culprit, piece.nodes)
         names = {op_name(op_of(node)) for node in alike}
@@ -230,52 +172,64 @@ class Splitter:
             choices.insert(0, [node for node in self._body if op_name(op_of(node)) in names])
         for chosen in choices if alike else ():
             refused = {**self._refused, **{node: _kept_outside(reason, node) for node in chosen}}
-            partitions = scan(self._source.graph.graph, refused.get, min_ops=self._source.options.min_ops)
-            if any(
-                partition.safe and not set(partition.nodes).isdisjoint(piece.nodes)
-                for partition in partitions
-            ):
+            if self._leaves_some(piece, refused):
                 if self.account.splits >= SPLITS:
-                    raise _Declined(f"pgraph has split the graph {amount(SPLITS, 'time')} already")
+                    raise Declined(f"pgraph has split the graph {amount(SPLITS, 'time')} already")
                 self.account.splits += 1
                 self.account.found.add(culprit.op)
                 return refused
         return {}
 
+    def _leaves_some(self, piece: Piece, refused: dict[Node, Reason]) -> bool:
+        """Whether something of the piece may still be captured when these nodes stay outside."""
+        safe = (partition.nodes for partition in self._scan(refused) if partition.safe)
+        return any(not set(nodes).isdisjoint(piece.nodes) for nodes in safe)
+
+    def _scan(self, refused: dict[Node, Reason]) -> list[Partition]:
+        return scan(self._source.graph.graph, refused.get, min_ops=self._context.options.min_ops)
+
     def _divide(self, owner: PartitionRunner, refused: dict[Node, Reason]) -> None:
         """Compile the pieces and have them run in the partition's place.
 
         Raises:
-            _Declined: they could not do for it.
+            Declined: the pieces cannot do what the partition does.
         """
         start = time.perf_counter()
-        source, graph = self._source, self._source.graph
-        with compat.compiling_again(source.traced) as assumes_more:
-            if source.options.codegen != "aten":
-                bring_up_to_date(graph, source.inputs)
-            partitions = scan(graph.graph, refused.get, min_ops=source.options.min_ops)
-            facts = split_facts(owner.stats.facts, source.first, partitions, refused)
-            split = extract(graph, partitions)
-            runners = source.assemble(graph, split, facts, source.memory)
-            if assumes_more():
-                raise _Declined("its partitions would be right for some sizes only")
-        run: Boxed = GraphRunner(split, runners)
-        if source.options.codegen != "aten":
-            run = as_before(run, split, owner.code, [runner.code for runner in runners])
+        made, nodes = self._assemble(owner, refused)
         for old in (owner, *(ref() for ref in self._runners)):
             if old is not None:
                 registry.unregister(old)
         self._refused = refused
-        self._runners = [weakref.ref(runner) for runner in runners]
+        self._runners = [weakref.ref(runner) for runner in made.runners]
         self._splits += 1
         self._seconds += time.perf_counter() - start
-        runners[0].stats.splits, runners[0].stats.split_s = self._splits, self._seconds
-        registry.renew(facts[0].graph)
-        safe = [
-            (r, p.nodes) for r, p in zip(runners, partitions, strict=True) if isinstance(r, PartitionRunner)
-        ]
-        self._watch(safe)
-        owner.replace(run)
+        stats = made.runners[0].stats
+        stats.splits, stats.split_s = self._splits, self._seconds
+        registry.renew(stats.facts.graph)
+        pieces = zip(made.runners, nodes, strict=True)
+        self._watch([(runner, part) for runner, part in pieces if isinstance(runner, PartitionRunner)])
+        owner.replace(made.run)
+
+    def _assemble(
+        self, owner: PartitionRunner, refused: dict[Node, Reason]
+    ) -> tuple[Assembly, list[tuple[Node, ...]]]:
+        """The pieces, whose results have the partition's strides, and the nodes of each."""
+        source, context = self._source, self._context
+        with compat.compiling_again(source.traced) as assumes_more:
+            if context.by_inductor:
+                bring_up_to_date(source.graph, source.inputs)
+            partitions = self._scan(refused)
+            facts = split_facts(owner.stats.facts, source.first, partitions, refused)
+            split = extract(source.graph, partitions)
+            made = assemble(
+                context, source.graph, source.inputs, split, facts, source.memory, keep_sources=False
+            )
+            if assumes_more():
+                raise Declined("its partitions would be right for some sizes only")
+        if context.by_inductor:
+            run = as_before(made.run, split, owner.code, [runner.code for runner in made.runners])
+            made = dataclasses.replace(made, run=run)
+        return made, [partition.nodes for partition in partitions]
 
     def _undo(self, owner: PartitionRunner, reason: Reason) -> None:
         graph = owner.stats.facts.graph
@@ -287,7 +241,7 @@ class Splitter:
         owner.stats.facts = dataclasses.replace(owner.stats.facts, graph=graph)
         owner.stats.splits, owner.stats.split_s = self._splits, self._seconds
         registry.register(owner)
-        registry.renew(respliced(graph, self._source.first, ops, [Step(ops, None)]))
+        registry.renew(respliced(graph, self._source.first, ops, [OpRun(ops, None)]))
         times = amount(self._splits, "time")
         owner.give_up(_more(reason, f"pgraph split the graph {times}, and no part of it could be captured"))
 
@@ -309,59 +263,3 @@ def _kept_outside(reason: Reason, node: Node) -> Reason:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def as_before(run: Boxed, split: SplitPlan, code: Any, pieces: Sequence[Any]) -> Boxed:
-    """`run` with results that have the strides that the unsplit code gave them.
-
-    Args:
-        run: the pieces in order.
-        split: into them.
-        code: Inductor's, of the whole.
-        pieces: Inductor's, of each.
-
-    Raises:
-        _Declined: a result that varies in size, or shares its memory, may get other strides.
-    """
-    makers = {
-        slot: (call.module, i, compat.output_strides(made))
-        for call, made in zip(split.calls, pieces, strict=True)
-        for i, slot in enumerate(call.outputs)
-    }
-    wanted = compat.output_strides(code)
-    moved: list[tuple[int, tuple[int, ...]]] = []
-    for position, slot in enumerate(split.output_slots):
-        if isinstance(slot, Const) or slot not in makers:
-            continue  # a literal, or an argument as it came
-        module, i, strides = makers[slot]
-        node: Node = module.graph.output_node().args[0][i]  # type: ignore[index,assignment,union-attr]
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            continue
-        promised = wanted[position] if wanted is not None else tuple(map(str, value.stride()))
-        if strides is not None and promised is not None and strides[i] == promised:
-            continue
-        if promised is None or not all(text.isdigit() for text in promised) or not _is_fresh(node):
-            raise _Declined(f"result {position} might have other strides than before")
-        moved.append((position, tuple(map(int, promised))))
-    return _restriding(run, moved) if moved else run
-
-
-def _restriding(run: Boxed, moved: Sequence[tuple[int, tuple[int, ...]]]) -> Boxed:
-    def restrided(args: list[Any]) -> tuple[Any, ...]:
-        results = list(run(args))
-        for position, strides in moved:
-            tensor = results[position]
-            if tensor.stride() != strides:
-                results[position] = tensor.new_empty_strided(tensor.size(), strides).copy_(tensor)
-        return tuple(results)
-
-    return restrided
-
-
-def _is_fresh(node: Node) -> bool:
-    """Whether a value is a tensor of its own, which a copy can stand for."""
-    while is_getitem(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    op = op_of(node)
-    return isinstance(op, OpOverload) and not is_neutral(node) and not op._schema.is_mutable

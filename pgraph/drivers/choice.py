@@ -17,7 +17,7 @@ __all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
 log = logging.getLogger(__name__)
 
 NOT_ON_A_DEVICE = Reason("no-device", "the graph's tensors are on the CPU, where there is nothing to capture")
-""" Why a graph for which `choose` finds no driver runs uncaptured."""
+"""Why a graph for which `choose` finds no driver runs uncaptured."""
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -25,7 +25,7 @@ _noticed = False
 
 
 def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
-    """The driver for a graph, None to run it plainly.
+    """The driver for a graph; None if the graph runs uncaptured.
 
     Args:
         wanted: option `driver`.

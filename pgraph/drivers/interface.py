@@ -66,7 +66,8 @@ class HiddenAllocation:
 
 
 class Arena(abc.ABC):
-    """A reserved range of ghost addresses: addresses that stand for nothing, never used twice.
+    """A reserved range of ghost addresses: no data is read or written there, and none is handed
+    out twice.
 
     Note [Addresses are never reused]
     A dead temporary's address must not be handed out again inside one capture: a later tensor at
@@ -89,8 +90,8 @@ class Arena(abc.ABC):
     further apart in layout 1 than in layout 0.
 
     The lower two bytes of a range's address, less its phase, are 0 in layout 0 and UNIT / 2 in layout 1. So
-    its two addresses never differ in the upper six bytes alone, or in the upper four. That is how the rest of
-    an old pointer differs that somebody has written a number of two or four bytes over.
+    its two addresses never differ in the upper six bytes alone, or in the upper four. An old pointer whose
+    lower two or four bytes were overwritten by a number does differ in just those.
     """
 
     low: int
@@ -139,7 +140,7 @@ class Arena(abc.ABC):
         before = storage_offset * dtype.itemsize
         nbytes = before + extent(size, stride) * dtype.itemsize
         storage = torch._C._construct_storage_from_data_pointer(address - before, self.device, nbytes)
-        # Not an op of the program: whoever listens to dispatched ops must not hear of it.
+        # This is no op of the program: no dispatch mode may see it.
         with torch._C._DisableTorchDispatch():
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
 
@@ -223,7 +224,8 @@ class NativeCalls:
         raw_alloc: ``int32_t (uint64_t nbytes, void **result)``, from the framework's allocator on the
             current stream; 0 is success.
         raw_free: ``int32_t (void *memory)``.
-        capturing: ``int (void *stream, int *status)``: is somebody capturing it? 0 is no; or None.
+        capturing: ``int (void *stream, int *status)``: writes whether the stream is being captured;
+            0 is no. Or None.
         failed: (error code of a launch) -> never: raises.
     """
 
@@ -289,7 +291,7 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     def is_capturing(self) -> bool:
-        """True inside somebody else's capture on the current stream."""
+        """True while other code than pgraph captures the current stream."""
 
     def native_calls(self) -> NativeCalls | None:
         """What a launch in C needs; None where there is none."""

@@ -1,11 +1,11 @@
-"""How much of the peaks in the framework's memory statistics is ghosts.
+"""How much of the peaks in the framework's memory statistics is ghost memory.
 
 Note [Ghosts in the statistics]
 What an op allocates while it is captured comes from a pool of the caching allocator over ghost
-memory. It takes no memory, but the allocator counts it like any other, and its peaks cannot be set
-back: to reset them would also forget the program's own. So a capture notes the peaks before and
-after itself. As long as a peak stands where a capture left it, the program's own lies somewhere
-between the two; once the program has gone beyond, or has reset its statistics, the peak is its own.
+memory. It takes no memory, but the allocator counts it, and its peaks cannot be reset without losing the
+program's own. So a capture notes the peaks before and after itself. As long as a peak is what a capture
+left, the program's own peak lies somewhere between the two; once the program has used more, or has reset its
+statistics, the peak is its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PeakLedger:
     Every method takes the peaks that the framework shows now, in bytes, in the same order.
     """
 
-    def __init__(self, quantities: int = 2) -> None:
+    def __init__(self, quantities: int) -> None:
         self._own = [0] * quantities  # the program has surely been so high
         self._left = [-1] * quantities  # where a capture left the peak
 

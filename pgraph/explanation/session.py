@@ -192,14 +192,14 @@ def _changes(
     """Graph breaks first: what runs between two graphs is not even seen. Then by ops gained."""
     refused: dict[Any, Reason] = {}
     for graph in graphs:
-        for step in graph.steps:
+        for step in graph.op_runs:
             if step.reason is not None and step.reason.info.actionable:
                 refused.setdefault(facts.same_cause(step.reason), step.reason)
     changes = []
     for key, reason in refused.items():
         ops = fewer = 0
         for graph in graphs:
-            if any(step.reason and facts.same_cause(step.reason) == key for step in graph.steps):
+            if any(step.reason and facts.same_cause(step.reason) == key for step in graph.op_runs):
                 now, then = facts.captured_ops(graph), facts.captured_ops(graph, without=reason)
                 ops += (then[0] - now[0]) * max(calls.get(graph.number, 1), 1)
                 fewer += now[1] - then[1]

@@ -1,1 +1,1 @@
-"""Where an ATen graph is cut, and what is remembered of each partition when the graph is gone."""
+"""Where an ATen graph is cut, how partitions are cut out of it, and the facts about each that outlive it."""

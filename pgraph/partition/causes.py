@@ -1,4 +1,4 @@
-"""The reason to act on: an op that only suffers from another one is freed by changing that one."""
+"""The reason that a user should act on: where an op is refused because of another op, that op's reason."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Reason]] = weakref.WeakKeyDicti
 def causes_of(graph: Graph, judged: Mapping[Node, Reason | None]) -> dict[Node, Reason]:
     """Refused nodes with the reason to act on.
 
-    An op that only suffers from a size that depends on data is freed by changing the op that made the
-    size, so it is counted there.
+    An op that takes a size that depends on data can be captured once the op that made the size is changed,
+    so it gets that op's reason.
     """
     makers: dict[Any, Node] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""What is known about a graph and its partitions when they are compiled: strings and numbers only.
+"""Facts about a graph and its partitions, collected when they are compiled: strings and numbers only.
 
 The facts outlive the FX graph: a report must not keep a model, a module or a tensor alive. They hold
 enough of the order of ops to answer "what would be captured if this reason were gone?" (`captured_ops`).
@@ -22,13 +22,13 @@ from pgraph.ops.fx import (
 )
 from pgraph.partition.causes import causes_of
 from pgraph.partition.module_names import module_of
-from pgraph.partition.split import Partition
+from pgraph.partition.scan import Partition
 from pgraph.reasons import Reason
 
 __all__ = [
     "GraphFacts",
+    "OpRun",
     "PartitionFacts",
-    "Step",
     "captured_ops",
     "graph_facts",
     "partition_facts",
@@ -41,8 +41,8 @@ Kind = Literal["forward", "backward", "inference"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """Ops in a row that share a fate.
+class OpRun:
+    """Ops in a row that may all be captured, or that all stay outside for one reason.
 
     Args:
         ops: how many device ops.
@@ -61,14 +61,14 @@ class GraphFacts:
         kind: what AOTAutograd made it for.
         number: counts the graphs of this process.
         min_ops: the option in force when it was cut.
-        steps: its device ops in the order in which they run.
+        op_runs: its device ops in the order in which they run.
         broken: why Dynamo ended the graph where it did, if the function went on.
     """
 
     kind: Kind
     number: int
     min_ops: int
-    steps: tuple[Step, ...] = ()
+    op_runs: tuple[OpRun, ...] = ()
     broken: Reason | None = None
 
     @property
@@ -83,12 +83,12 @@ class PartitionFacts:
     Args:
         graph: the graph that it is a part of.
         index: position among the partitions; None if the graph was not cut.
-        piece: position among what pgraph made of a partition when it split it by itself.
+        piece: position among the pieces of a partition that was split automatically.
         safe: whether it may be captured.
         ops: (name, count) of its device ops, in order of first use.
         reasons: why it may not be captured.
         places: (name, file:line) of its device ops, where known; of each op the first.
-        foreign: names of the custom ops among them.
+        custom: names of the custom ops among them.
         module: the innermost module of the user's that it comes from, e.g. ``"Block layers.3"``.
     """
 
@@ -98,7 +98,7 @@ class PartitionFacts:
     ops: tuple[tuple[str, int], ...] = ()
     reasons: tuple[Reason, ...] = ()
     places: tuple[tuple[str, str], ...] = ()
-    foreign: tuple[str, ...] = ()
+    custom: tuple[str, ...] = ()
     module: str = ""
     piece: int | None = None
 
@@ -123,12 +123,12 @@ class PartitionFacts:
     def placed(self, reason: Reason, op: str | None) -> Reason:
         """The reason with the user's line of `op`.
 
-        Where the driver did not say which op it was, and it was none that was dispatched when the
-        error came, the custom ops are named: what PyTorch's own ops do in a capture is known.
+        Where neither the driver nor the dispatcher tells which op it was, the custom ops are named: what
+        built-in ops do in a capture is known.
         """
-        if op is None and reason.info.blames_custom_ops and self.foreign:
-            op = self.foreign[0]
-            names = ", ".join(self.foreign[:3])
+        if op is None and reason.info.blames_custom_ops and self.custom:
+            op = self.custom[0]
+            names = ", ".join(self.custom[:3])
             reason = dataclasses.replace(reason, sentence=f"{reason.sentence} (custom ops here: {names})")
         where = dict(self.places).get(op or "")
         return reason if reason.where or where is None else dataclasses.replace(reason, where=where)
@@ -156,21 +156,21 @@ def graph_facts(
         judged: what the safety rules said of each node.
     """
     causes = causes_of(graph, judged)
-    return GraphFacts(kind, number, min_ops, _steps(partitions, causes), broken), causes
+    return GraphFacts(kind, number, min_ops, _op_runs(partitions, causes), broken), causes
 
 
-def _steps(partitions: Sequence[Partition], causes: Mapping[Node, Reason]) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _op_runs(partitions: Sequence[Partition], causes: Mapping[Node, Reason]) -> tuple[OpRun, ...]:
+    runs: list[OpRun] = []
     for partition in partitions:
         for node in partition.nodes:
             reason = causes.get(node)
             if reason is None and is_neutral(node):
                 continue
-            if steps and steps[-1].reason == reason:
-                steps[-1] = Step(steps[-1].ops + 1, reason)
+            if runs and runs[-1].reason == reason:
+                runs[-1] = OpRun(runs[-1].ops + 1, reason)
             else:
-                steps.append(Step(1, reason))
-    return tuple(steps)
+                runs.append(OpRun(1, reason))
+    return tuple(runs)
 
 
 def split_facts(
@@ -184,7 +184,7 @@ def split_facts(
         partitions: of its nodes, in order.
         refused: why nodes stay outside.
     """
-    graph = respliced(whole.graph, first, whole.device_ops, _steps(partitions, refused))
+    graph = respliced(whole.graph, first, whole.device_ops, _op_runs(partitions, refused))
     found = []
     for partition in partitions:
         facts = partition_facts(graph, partition, refused, whole=False)
@@ -194,17 +194,17 @@ def split_facts(
     return found
 
 
-def respliced(graph: GraphFacts, first: int, ops: int, steps: Sequence[Step]) -> GraphFacts:
-    """A graph of which `ops` device ops, from number `first` on, have other steps than they had."""
+def respliced(graph: GraphFacts, first: int, ops: int, runs: Sequence[OpRun]) -> GraphFacts:
+    """A graph of which `ops` device ops, from number `first` on, are in other runs than they were."""
     before, after, at = [], [], 0
-    for step in graph.steps:
+    for step in graph.op_runs:
         end = at + step.ops
         if at < first:
-            before.append(Step(min(end, first) - at, step.reason))
+            before.append(OpRun(min(end, first) - at, step.reason))
         if end > first + ops:
-            after.append(Step(end - max(at, first + ops), step.reason))
+            after.append(OpRun(end - max(at, first + ops), step.reason))
         at = end
-    return dataclasses.replace(graph, steps=(*before, *steps, *after))
+    return dataclasses.replace(graph, op_runs=(*before, *runs, *after))
 
 
 def partition_facts(
@@ -236,20 +236,20 @@ def partition_facts(
 def _places(partition: Partition) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Where the partition's ops stand in the user's code, and which of them are custom ops."""
     places: dict[str, str] = {}
-    foreign: dict[str, None] = {}
+    custom: dict[str, None] = {}
     for node in partition.nodes:
         name = op_name(op_of(node))
         if is_custom(op_of(node)):
-            foreign[name] = None
+            custom[name] = None
         if name not in places and not is_neutral(node) and (where := user_line(node)) is not None:
             places[name] = where
-    return tuple(places.items()), tuple(foreign)
+    return tuple(places.items()), tuple(custom)
 
 
 def same_cause(reason: Reason) -> tuple[str, ...]:
-    """Reasons with the same key go away by the same change: what stands on one line of the user's.
+    """A key that is the same for reasons that one change removes: those of one line of the user's code.
 
-    A line often expands to several refused ops, in the forward and in the backward.
+    Such a line often becomes several refused ops, in the forward and in the backward.
     """
     return (reason.where,) if reason.where is not None else _kind(reason)
 
@@ -262,7 +262,7 @@ def captured_ops(graph: GraphFacts, without: Reason | None = None) -> tuple[int,
     """(device ops in captured partitions, number of partitions) if all of `without`'s cause were gone."""
     gone = same_cause(without) if without is not None else None
     runs: list[list[Any]] = []
-    for step in graph.steps:
+    for step in graph.op_runs:
         safe = step.reason is None or same_cause(step.reason) == gone
         if runs and runs[-1][0] == safe:
             runs[-1][1] += step.ops

@@ -1,8 +1,8 @@
-"""Names for the profiler: which partition runs, how, and which of the user's modules it comes from.
+"""Which of the user's modules a partition comes from, for the profiler and for reports.
 
 While a profiler is active, each uncaptured run, capture and launch of a partition runs under a
-`record_function` range such as ``pgraph::launch forward 0, partition 2: Block layers.3``. With no
-profiler it costs the question whether there is one.
+`record_function` range such as ``pgraph::launch forward 0, partition 2: Block layers.3``
+(`pgraph.runtime.profiler`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def module_of(nodes: Iterable[Node]) -> str:
     """The innermost module of the user's that all device ops come from, as ``Class path``.
 
     The compiled module itself has no path; for a compiled function it is the function's name. Nodes
-    that compiler passes made say nothing of modules and are not asked. Empty if nothing is known.
+    that compiler passes made know no modules and are left out. Empty if nothing is known.
     """
     stacks = [_stack(node) for node in nodes if not is_neutral(node) and _is_users(node)]
     common = stacks[0] if stacks else []

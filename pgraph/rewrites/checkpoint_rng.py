@@ -2,7 +2,7 @@
 
 When AOTAutograd computes an op again in the backward (`torch.utils.checkpoint`) and the op *may* draw, it
 wraps both runs, so that the second draws what the first drew. Attention is such an op, and without
-dropout it draws nothing: the wrapper swaps a state that nobody reads, on the host, where a captured graph
+dropout it draws nothing: the wrapper swaps a state that no op reads, on the host, where a captured graph
 cannot follow. `unwrap` puts the plain op in its place, where the op's schema and a constant prove it:
 
 ====================================  ==========================  ======================================
@@ -10,14 +10,14 @@ wrapper                               in                          what is left o
 ====================================  ==========================  ======================================
 ``run_and_save_rng_state``            forward                     op, and a state for the result
 ``run_with_rng_state``                backward                    op
-``graphsafe_run_with_rng_state``      both, on CUDA               op; nobody passes the generator on
+``graphsafe_run_with_rng_state``      both, on CUDA               op; the generator is dropped
 ====================================  ==========================  ======================================
 
-Note [States that nobody needs]
+Note [Unneeded generator states]
 Forward and backward are rewritten apart, and need not agree. An op that draws nothing gives the same
 result under any state and leaves the state as it was. So the backward's op needs no state at all, and the
 forward's may save any. The backward holds a copy of the same node with the same constant, so both are
-rewritten or neither is; and should somebody else run the backward, wrapper included, the state that it is
+rewritten or neither is; and if other code runs the backward, wrapper included, the state that it is
 given is a real one, taken when the graph was compiled. Generators: AOTAutograd keeps one for the forward
 and one for the backward of each wrapped op, and counts on both being advanced alike. Neither ever is.
 """
@@ -41,8 +41,8 @@ from pgraph.ops.fx import is_getitem, op_name, output_values
 
 __all__ = ["Unwrapped", "unwrap"]
 
-# Of what a node says about itself, that which is its own and not its getitem's.
-_OWN_META = frozenset({"val", "tensor_meta"})
+# Entries of a node's `meta` that describe its own value, not that of its getitem.
+_VALUE_META = frozenset({"val", "tensor_meta"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _meta(wrapper: _Wrapper) -> dict[str, Any] | None:
         value = wrapper.op(*values[0], **values[1])
     items = (user for node in wrapper.stands_for() for user in node.users if is_getitem(user))
     told = next((item.meta for item in items), {})
-    meta = {key: what for key, what in (told | wrapper.node.meta).items() if key not in _OWN_META}
+    meta = {key: what for key, what in (told | wrapper.node.meta).items() if key not in _VALUE_META}
     return meta | {"val": value}
 
 
@@ -251,7 +251,7 @@ def _replace(graph: Graph, wrapper: _Wrapper, meta: dict[str, Any]) -> list[tupl
 
 
 def _state(plain: Node) -> torch.Tensor:
-    """A state of the generator that the wrapper would have saved (Note [States that nobody needs])."""
+    """A state of the generator that the wrapper would have saved (Note [Unneeded generator states])."""
     for value in output_values(plain):
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
             return torch.cuda.get_rng_state(value.device)

@@ -1,4 +1,4 @@
-"""Constants that a program makes on the CPU, given to the device's ops without a copy at run time.
+"""Constants that a program makes on the CPU, made on the device instead: no copy at run time.
 
 `on_device` changes an ATen graph before it is partitioned into forward and backward, and before it is cut:
 
@@ -16,7 +16,7 @@ What depends on nothing is computed once, by the ops that eager runs and on the 
 that it has eager's bits: the GPU's logarithm differs from the CPU's in the last one, and a position bucket
 with it. A conversion that comes with the copy is done before it, as eager does.
 
-Note [Nobody shares a constant]
+Note [Constants are copied on use]
 A graph may return a value, and its backward may overwrite what the forward saved. So the tensor that the code
 holds is never handed out: each use reads a copy, `lift_fresh_copy`, that Inductor fuses into the readers.
 """
@@ -52,7 +52,7 @@ _aten = torch.ops.aten
 
 
 def on_device(gm: GraphModule, device_type: str = "cuda") -> None:
-    """Give the ops on the device what was made for them on the CPU out of nothing.
+    """Replace what ops on the device take from the CPU, where it depends on no input.
 
     Args:
         gm: an ATen graph with ``meta["val"]``, joint or not; it is changed.
@@ -93,7 +93,7 @@ class _Folding:
     held_bytes: int = 0
     _constants: dict[Node, None] = dataclasses.field(default_factory=dict)
     _values: dict[Node, Any] = dataclasses.field(default_factory=dict)
-    # The device's own, by the node on the CPU.
+    # The node on the device that replaces each node on the CPU.
     _made: dict[Node, Node] = dataclasses.field(default_factory=dict)
 
     def run(self) -> None:
@@ -108,7 +108,7 @@ class _Folding:
             if not node.users:
                 self.gm.graph.erase_node(node)
 
-    # -- who takes a constant? -------------------------------------------------------------------
+    # -- uses of a constant ----------------------------------------------------------------------
 
     def _serve(self, node: Node) -> None:
         """Give one op on the device numbers or tensors of the device in the place of constants."""
@@ -183,7 +183,7 @@ class _Folding:
             self._values[wanted] = wanted.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
 
-    # -- the device's own ------------------------------------------------------------------------
+    # -- the same on the device -------------------------------------------------------------------
 
     def _on_device(self, before: Node, value: torch.Tensor, told: torch.Tensor) -> Node | None:
         """A node with a fresh tensor of this value on the device, as `told`; None if that cannot be had."""
@@ -253,7 +253,7 @@ def _is_constant(node: Node, known: dict[Node, None]) -> bool:
 
 
 def _is_literal(node: Node) -> bool:
-    """Whether it is made of numbers in the traced code (``torch.tensor(3.0)``), so that nobody else has it.
+    """Whether it is made of numbers in the traced code (``torch.tensor(3.0)``), so that no other code has it.
 
     Tracing keeps such a tensor, and what the program gets is a copy. Any other attribute may be the user's.
     """

@@ -146,7 +146,7 @@ class _Moved:
     twins: dict[Node, Node] = dataclasses.field(default_factory=dict)
 
     def twin(self, node: Node) -> Node | None:
-        """The same value on the device; None if nobody can say what it would look like there."""
+        """The same value on the device; None if no fake tensor can be made of it there."""
         pending = [node]
         while pending:
             wanted = pending[-1]

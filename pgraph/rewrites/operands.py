@@ -1,4 +1,4 @@
-"""Ops of a device that take operands from the CPU: which, what they do with them, and what does the same.
+"""Ops on a device that take operands from the CPU, and which ops do the same without.
 
 Note [CPU scalars are numbers]
 CUDA's elementwise kernels read a CPU scalar on the host, convert it to the type they compute in and get it as
@@ -132,7 +132,7 @@ def _copied_as(node: Node, name: str, value: torch.Tensor) -> bool:
 
 
 def is_pure(op: Any) -> bool:
-    """Whether an op of PyTorch's own only computes: it draws nothing and writes into no argument."""
+    """Whether a built-in op only computes: it draws nothing and writes into no argument."""
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
         return False
     drawn = torch.Tag.nondeterministic_seeded in op.tags

@@ -1,4 +1,4 @@
-"""Ops that read a tensor's storage by numbers of their own, given the tensor that has the storage."""
+"""Ops that read a tensor's storage by sizes and strides of their own get the tensor that owns the storage."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def count_from_owners(gm: GraphModule) -> None:
     Note [Storage does not cross borders]
     `as_strided` looks through its argument at the storage, and counts from the storage's start. What one
     partition hands to the next is a tensor: a copy of what was a view, or a view that the next partition's
-    code takes for the start of a storage. With the owner for an argument the numbers mean the same, whoever
-    computes it. (Its own strides are then to be those of the trace: `pgraph.compiler.borders`.) Inductor
-    needs that within one graph, too: given a view of what it fuses, it reads another place.
+    code takes for the start of a storage. With the owner for an argument the numbers mean the same in every
+    partition. (Its own strides are then to be those of the trace: `pgraph.compiler.borders`.) Inductor needs
+    that within one graph, too: given a view of what it fuses, it reads another place.
     """
     changed = False
     for node in gm.graph.nodes:

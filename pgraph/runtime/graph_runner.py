@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pgraph.partition.split import Const, SplitPlan
+from pgraph.partition.extract import Const, SplitPlan
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["GraphRunner"]

@@ -7,18 +7,18 @@ from typing import Any, Literal
 
 from torch.autograd.profiler import record_function
 
-__all__ = ["Step", "in_range"]
+__all__ = ["Activity", "in_range"]
 
 
-Step = Literal["uncaptured", "capture", "launch"]
+Activity = Literal["uncaptured", "capture", "launch"]
 
 
-def in_range(step: Step, label: str, fn: Callable[..., Any], *args: Any) -> Any:
+def in_range(activity: Activity, label: str, fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)`` under a range of the profiler.
 
     Args:
-        step: what is being done with the partition.
-        label: of the partition, see `PartFacts.label`.
+        activity: what is being done with the partition.
+        label: of the partition, see `pgraph.partition.facts.PartitionFacts.label`.
     """
-    with record_function(f"pgraph::{step} {label}"):
+    with record_function(f"pgraph::{activity} {label}"):
         return fn(*args)

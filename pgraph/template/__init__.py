@@ -1,1 +1,1 @@
-"""What two recordings prove: which words are addresses, in which order, in how much memory. Plain data."""
+"""Recordings, the template that two of them prove, and its memory plan: plain data, no torch, no CUDA."""

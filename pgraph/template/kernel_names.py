@@ -1,4 +1,4 @@
-"""Kernels of which it is known what they do with words that no argument explains. Data only."""
+"""Names of kernels whose parameters may hold left-over addresses (Note [Left-over addresses]). Data only."""
 
 from __future__ import annotations
 

@@ -18,38 +18,37 @@ as far apart as regions that are all dead     left-over bytes in padding: ignore
 each in its own ghosts, in dead regions       left-over bytes in padding: ignored **
 each in its own ghosts, otherwise             ambiguous: refuse *
 one in its ghosts, one in the framework's     ambiguous: refuse *
-both in the framework's memory                ambiguous: refuse, unless the op is PyTorch's own
+both in the framework's memory                ambiguous: refuse, unless the op is built-in
 anything else that differs                    uninitialised padding (common): ignored
 ============================================  ====================================================
 
-Where a star stands, more words are known to be padding if an op of PyTorch's own passes a struct. Two stars:
-if a kernel of an op of PyTorch's own is given it. A custom op may use what another one left to it and freed,
-and copies and fills have no padding: refuse.
+* Where a built-in op passes a struct, more words are known to be padding.
+** Only for the kernel of a built-in op. A custom op may use memory that another op has freed, and copies and
+fills have no padding: there the word is refused.
 
 Note [Beyond a region]
 A slot's delta may lie past the end of its region or before the start, however far: cuDNN's kernels are given
 the address of an optional operand behind their workspace, where nothing is read, and others an origin from
 which an index leads back into the region. Such a word may lie in a neighbour, in one capture or in both, so
 where it lies says nothing. How far it moved does: the arenas see to it that no two regions move equally far
-(Note [Two layouts] in `pgraph.drivers.interface`). Each launch then computes what an uncaptured run
-would have. Should two living regions have moved equally far after all, a word that moved with them is
-refused.
+(Note [Two layouts] in `pgraph.drivers.interface`). Each launch then computes what an uncaptured run would
+have. Should two living regions have moved equally far after all, a word that moved with them is refused.
 
 A custom op may also use its memory in turn: one region in this capture, another in that. Those two may happen
 to lie as far apart as a third one moved, so a word that lies in others in both captures is refused there.
-What PyTorch's own op computes for a struct depends on nothing but what it is given: it follows the third.
+What a built-in op computes for a struct depends on nothing but what it is given: it follows the third.
 
 Note [Left-over addresses]
 Ops and libraries fill large parameter structs on the stack and leave the padding as it was. It often holds
 half of an old address (of the host's memory, too, which shares the upper bits) beside some small number,
 and where the framework holds tens of gigabytes such a word looks like a device address. A parameter of
-eight bytes has no padding. Of a struct's words, what is known of PyTorch's own ops tells:
+eight bytes has no padding. For a struct's words, what is known of built-in ops tells:
 
 * In a capture whatever they are given or allocate lies in ghost memory, so none of their pointers moves
   within real memory, or is a ghost in one capture only.
 * A pointer is computed from a range that is alive, so it moves as far as that range (Note [Beyond a region]).
   Other words do not: not those of regions that differ, and not a number of two or four bytes beside the
-  rest of an old address (Note [Two layouts]). An old address whole does, and may be rewritten for nothing.
+  rest of an old address (Note [Two layouts]). A whole old address does; rewriting it does no harm.
 * Between calls they keep no device memory, save workspaces of cuBLAS (a capture is given its own and no
   other) or what is refused by name (`pgraph.ops.op_names`: states of recurrent nets). Would a later version
   keep a buffer, a kernel would get the address at which it begins: such a word is refused, one that points
@@ -57,7 +56,7 @@ eight bytes has no padding. Of a struct's words, what is known of PyTorch's own 
   their size, take no such buffer (`OPERAND_KERNELS`, `ATTENTION_KERNELS` and `CUDNN_KERNELS` there); they
   are not refused, for the framework's memory often begins where the lower half of an address is zero.
 
-A custom op may use buffers of its own in turn; nobody knows, so there all of these refuse.
+A custom op may use buffers of its own in turn, and nothing tells, so there all of these words are refused.
 
 Cost: O(regions), and O(log(regions)) for each word that moves.
 """
@@ -74,7 +73,7 @@ from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 from pgraph.template.kernel_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import Allocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 
 __all__ = ["match"]
@@ -166,7 +165,7 @@ class _Word(NamedTuple):
     record: NodeRecord
     node: int
     offset: int
-    own: bool  # of an op of PyTorch's own
+    builtin: bool  # of a built-in op
     loose: bool  # and within a struct, so that it may be padding
 
     def __str__(self) -> str:
@@ -187,7 +186,7 @@ class _Matcher:
         self._framework = framework
         self._workspaces = workspaces
         self._constants = constants
-        self._own = a.own & b.own
+        self._builtin = a.builtin & b.builtin
         self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
         for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
             self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
@@ -196,11 +195,11 @@ class _Matcher:
         words = len(node_a.params) // 8
         values_a = struct.unpack_from(f"={words}Q", node_a.params)
         values_b = struct.unpack_from(f"={words}Q", node_b.params)
-        own = index in self._own
-        structs = node_a.structs if own else ()
+        builtin = index in self._builtin
+        structs = node_a.structs if builtin else ()
         slots = []
         for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
-            word = _Word(node_a, index, w * 8, own, any(low <= w * 8 < high for low, high in structs))
+            word = _Word(node_a, index, w * 8, builtin, any(low <= w * 8 < high for low, high in structs))
             if va == vb:
                 self._constant(word, va)
             elif (slot := self._moving(word, va, vb)) is not None:
@@ -228,7 +227,7 @@ class _Matcher:
         if ghost_a and ghost_b:
             return self._astray(word, va, vb)
         # A pointer is one in both captures: an address on one side only is left in padding.
-        known = word.loose if ghost_a or ghost_b else word.own
+        known = word.loose if ghost_a or ghost_b else word.builtin
         if not known and (ghost_a or self._in_framework(va)) and (ghost_b or self._in_framework(vb)):
             raise _refuse(
                 "ambiguous-word",
@@ -266,7 +265,7 @@ class _Matcher:
         """Whether the word lies in memory in use in both captures, but not in these regions."""
         found = []
         for recording, hit in ((self._a, self._map_a.find(va)), (self._b, self._map_b.find(vb))):
-            # Bytes of a region itself, and its end: nobody's own pointers lie in the gaps.
+            # Bytes of a region itself, and its end: no pointer to another region lies in the gaps.
             if hit is None or hit[0] in regions or not 0 <= hit[1] <= recording.allocations[hit[0]].nbytes:
                 return False
             found.append(hit[0])
@@ -280,7 +279,7 @@ class _Matcher:
     @staticmethod
     def _must_be_padding(word: _Word) -> None:
         """Refuse a word that names dead memory, unless it can be nothing but left-over bytes."""
-        if not (word.own and word.record.kind == "kernel"):
+        if not (word.builtin and word.record.kind == "kernel"):
             raise _refuse("ambiguous-word", f"{word} points to memory that is not in use at this node")
 
     def _gone(self, in_a: int, in_b: int, node: int) -> bool:
@@ -291,7 +290,7 @@ class _Matcher:
         return self._framework.find(value) if self._framework is not None else None
 
 
-def _dead(allocation: Allocation, node: int) -> bool:
+def _dead(allocation: GhostAllocation, node: int) -> bool:
     return node < allocation.birth or (allocation.death is not None and node >= allocation.death)
 
 
@@ -304,8 +303,8 @@ def _within(value: int, ghosts: tuple[int, int]) -> bool:
     return ghosts[0] <= value < ghosts[1]
 
 
-def _region_map(allocations: Sequence[Allocation]) -> RangeMap:
-    return RangeMap([(r.address, r.nbytes, r.slack) for r in allocations])
+def _region_map(allocations: Sequence[GhostAllocation]) -> RangeMap:
+    return RangeMap([(r.address, r.nbytes, r.margin) for r in allocations])
 
 
 def _refuse(code: str, sentence: str) -> MatchError:

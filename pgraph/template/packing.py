@@ -19,11 +19,11 @@ Hence a chunk of one node always fits, the plan's peak is never above the limit,
 at or beyond the greedy cut of that rule: never more chunks than its optimum. Packing across sizes
 cannot be monotone while borders carry exact sizes (a tensor carried in its own block cannot lend
 it to a larger one), so up to `EXHAUSTIVE_NODES` nodes all cuts are searched, and the count is the
-minimum; longer graphs gallop, from as far beyond the rule's cut as the last chunk came, between that cut
-and the last node that an ideal packing could reach, and stop within a thirty-second of the chunk's length.
+minimum. In longer graphs the step beyond the rule's cut is doubled as long as the chunk fits, then halved,
+until the end is known to a thirty-second of the chunk's length.
 
 **Cost.** One packing of r regions takes O(r log r); a cut takes a few packings of about its own
-chunk, which are dropped as soon as they pass the limit. A bound on the chunks repeats this about ten times.
+chunk, which are dropped as soon as they pass the limit.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ GRANULE = 512
 
 EXHAUSTIVE_NODES = 32
 """Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
+
+_FAR = 16
+"""A chunk is looked for up to so many times the length that the rule allows: bounds what one cut costs."""
 
 _SCAN = 24  # idle rectangles looked at per bucket: bounds the cost where hundreds have one size
 
@@ -178,7 +181,6 @@ class Chain:
             self.alive[k] += self.alive[k - 1]
         for k in range(n):
             self.carried[k] = self.alive[k] - sum(self.size[r] for r in self.births[k])
-        self._reach = 2.0  # length of the last chunk, in that of its cut by the rule
         self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
 
     def packed(self, a: int, b: int) -> Packed:
@@ -199,18 +201,9 @@ class Chain:
         Past `limit` it stops early: `held` is then above the limit, and `lanes` unfinished.
         """
         held = self.inputs[a] + self.carried[a]
-        groups: dict[int, tuple[list[int], list[int]]] = {}
-        for k in range(a, b):
-            for r in self.births[k]:
-                groups.setdefault(self.size[r], ([], []))[1].append(r)
-            for r in self.deaths[k]:
-                # A carried tenant that dies inside the chunk leaves its block idle to the end.
-                if self.start[r] < a < k:
-                    groups.setdefault(self.size[r], ([], []))[0].append(r)
         lanes: list[Lane] = []
         idle = _Idle(b - a)
-        for size in sorted(groups, reverse=True):
-            carried, born = groups[size]
+        for size, (carried, born) in sorted(self._by_size(a, b).items(), reverse=True):
             busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane)
             free: list[tuple[int, int]] = []
             for r in carried:
@@ -243,15 +236,23 @@ class Chain:
                 idle.add(size, since - a, b - a, lane, 0)
         return Packed(held, lanes)
 
-    def cut(self, limit: int, max_chunks: int | None = None) -> list[int]:
-        """Borders 0 .. n of the fewest chunks within `limit`; empty if more than `max_chunks`."""
+    def _by_size(self, a: int, b: int) -> dict[int, tuple[list[int], list[int]]]:
+        """Regions of chunk ``[a, b)``: by size, those carried in that die inside, and those born inside."""
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for k in range(a, b):
+            for r in self.births[k]:
+                groups.setdefault(self.size[r], ([], []))[1].append(r)
+            for r in self.deaths[k]:
+                # A carried tenant that dies inside the chunk leaves its block idle to the end.
+                if self.start[r] < a < k:
+                    groups.setdefault(self.size[r], ([], []))[0].append(r)
+        return groups
+
+    def cut(self, limit: int) -> list[int]:
+        """Borders 0 .. n of the fewest chunks within `limit`."""
         came_from = {0: -1}
         frontier = [0]
-        depth = 0
         while self.n not in came_from:
-            if depth == max_chunks:
-                return []
-            depth += 1
             reached = []
             for a in frontier:
                 for b in self._ends(a, limit):
@@ -269,30 +270,27 @@ class Chain:
         sure = self._sure_end(a, limit)
         if sure == self.n:
             return [sure]
+        small = self.n <= EXHAUSTIVE_NODES
+        rule = sure - a
         # No packing can go beyond `most`. Looking to the end from everywhere would be quadratic.
-        most = sure
+        far = self.n if small or a == 0 else min(self.n, a + _FAR * rule)
         room = limit - self.inputs[a]
-        ahead = min(self.n, a + 16 * (sure - a) + 64) if a else self.n
-        while most < ahead and self.alive[most] <= room:
+        most = sure
+        while most < far and self.alive[most] <= room:
             most += 1
-        if self.n <= EXHAUSTIVE_NODES:
+        if small:
             further = [b for b in range(most, sure, -1) if self._fits(a, b, limit)]
             return further + list(range(sure, a, -1))
+        # The last chunk carries no temporary out, so it may fit where a shorter one does not.
         if most == self.n and self._fits(a, most, limit):
             return [most]
-        # Chunks of one graph are alike: what the last one reached beyond its rule's cut is looked at first.
-        rule, step = sure - a, max(1, (sure - a) // 2)
-        beyond = most if most == self.n else most + 1  # the nearest end known or taken not to fit
-        probe = min(a + max(int(rule * self._reach), rule + 1), beyond - 1)
+        step, beyond = rule, min(most + 1, self.n)  # `beyond` does not fit, or is taken not to
         while beyond - sure > max(1, (sure - a) // 32):
-            if not sure < probe < beyond:
-                probe = (sure + beyond) // 2
+            probe = sure + step if sure + step < beyond else (sure + beyond) // 2
             if self._fits(a, probe, limit):
-                sure, probe = probe, probe + step
+                sure, step = probe, 2 * step
             else:
-                beyond, probe = probe, probe - step
-            step *= 2
-        self._reach = (sure - a) / rule
+                beyond = probe
         return [sure]
 
     def _sure_end(self, a: int, limit: int) -> int:

@@ -10,8 +10,8 @@ The algorithm, for n nodes and r regions:
 1. Index births, deaths and releases by node, and sum up what is alive at each: O(n + r log r). The
    largest sum is the eager peak; the limit is that plus the slack.
 2. From node 0, find the furthest end whose chunk can be packed within the limit, cut there, and go
-   on from the cut. Ends are found by galloping, and a packing is given up once it passes the limit,
-   so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
+   on from the cut. Steps to the end are doubled, then halved, and a packing is given up once it passes
+   the limit, so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
    (Up to `pgraph.template.packing.EXHAUSTIVE_NODES` nodes all ends are searched: the count is the minimum.)
 3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
    say after which chunk each is freed and each input released: O(n + r log r).
@@ -128,44 +128,28 @@ def make_plan(
     lifetimes: Sequence[Lifetime],
     *,
     slack_bytes: int = 4 << 20,
-    slack_ratio: float = 0.01,
-    max_chunks: int | None = None,
 ) -> Plan:
     """Cut a chain of nodes into few chunks whose peak stays at the eager peak, and place its memory.
 
     Args:
         n_nodes: length of the chain.
         lifetimes: of all regions; order breaks ties between regions born before the same node.
-        slack_bytes: bytes by which the eager peak may always be passed, so that small graphs stay whole.
-        slack_ratio: the same as a share of the eager peak; the larger of the two counts.
-        max_chunks: if the limit needs more chunks, it is raised until that many do (to within
-            about 1%). None: no bound, and the peak never passes the limit.
+        slack_bytes: bytes by which the peak may pass the eager peak, so that small graphs stay whole; one
+            percent of the eager peak, if that is more.
 
     Raises:
         PlanError: lifetimes that contradict each other, or an argument out of range.
     """
-    for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes), ("slack_ratio", slack_ratio)):
+    for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes)):
         if not value >= 0:
             raise PlanError(f"{name} is {value}; pass a number >= 0")
-    if max_chunks is not None and max_chunks < 1:
-        raise PlanError(f"max_chunks is {max_chunks}; pass a number >= 1, or None for no bound")
     _check(n_nodes, lifetimes)
     if n_nodes == 0 and not lifetimes:
         return Plan((), (), 0, 0, {})
     chain = Chain(n_nodes, lifetimes)
     eager = max(chain.inputs[k] + chain.alive[k] for k in range(chain.n))
-    limit = max(eager + slack_bytes, int(eager * (1 + slack_ratio)))
-    cuts = chain.cut(limit)
-    if max_chunks is not None and len(cuts) - 1 > max_chunks:
-        low, high = limit, chain.pack(0, chain.n, None).held
-        cuts = [0, chain.n]
-        while high - low > low >> 7:
-            trial = chain.cut((low + high) // 2, max_chunks)
-            if trial:
-                cuts, high = trial, (low + high) // 2
-            else:
-                low = (low + high) // 2
-    return _assemble(chain, cuts, eager)
+    limit = eager + max(slack_bytes, eager // 100)
+    return _assemble(chain, chain.cut(limit), eager)
 
 
 def _check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:

@@ -1,4 +1,4 @@
-"""Which range holds an address."""
+"""Finds the range of memory that holds an address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RangeMap:
     """Finds the range that holds an address. Ranges must not overlap.
 
     Args:
-        ranges: (first byte, size in bytes, slack in bytes on either side), any order.
+        ranges: (first byte, size in bytes, margin in bytes on either side), any order.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:

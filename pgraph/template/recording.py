@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pgraph.reasons import Dispatch
 from pgraph.template.topology import Topology
 
-__all__ = ["Allocation", "NodeKind", "NodeRecord", "OutputSpec", "Recording", "TensorSpec"]
+__all__ = ["GhostAllocation", "NodeKind", "NodeRecord", "OutputSpec", "Recording", "TensorSpec"]
 
 
 NodeKind = Literal["kernel", "memcpy", "memset", "empty"]
@@ -36,7 +36,7 @@ class NodeRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
+class GhostAllocation:
     """A ghost range of one capture: an input's alias, or memory allocated while capturing.
 
     Args:
@@ -44,7 +44,7 @@ class Allocation:
         nbytes: size in bytes.
         birth: count of nodes recorded when it came to be (0 for inputs); a join.
         death: count of nodes recorded when it was seen dead, a join; None if it outlived the capture.
-        slack: bytes on either side that belong to nobody else (pointers before the start or past
+        margin: bytes on either side that belong to no other range (pointers before the start or past
             the end still mean this range).
         library: a library kept it to the end, and gave it back when asked.
     """
@@ -53,7 +53,7 @@ class Allocation:
     nbytes: int
     birth: int
     death: int | None
-    slack: int = 0
+    margin: int = 0
     library: bool = False
 
 
@@ -106,7 +106,7 @@ class Recording:
         outputs: one per result, regions numbered as `allocations`.
         ghost_range: [lo, hi) of all ghost addresses that this capture handed out, gaps included.
         graph: the driver's own handle.
-        own: nodes recorded by ops of PyTorch's own; not those of custom ops and of generated kernels.
+        builtin: nodes recorded by built-in ops; not those of custom ops and of generated kernels.
         steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
             of them lie the nodes of one op, of generated kernels, or of ops that overlap.
         ops: those that recorded nodes, in order. Generated kernels belong to none.
@@ -114,11 +114,11 @@ class Recording:
 
     nodes: tuple[NodeRecord, ...]
     order: Topology
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[GhostAllocation, ...]
     n_inputs: int
     outputs: tuple[OutputSpec, ...]
     ghost_range: tuple[int, int]
     graph: Any
-    own: frozenset[int] = frozenset()
+    builtin: frozenset[int] = frozenset()
     steps: tuple[int, ...] = ()
     ops: tuple[Dispatch, ...] = ()

@@ -1,8 +1,7 @@
-"""What captures leave behind: plain facts, immutable, printable, free of torch and of CUDA.
+"""What two matching recordings prove: immutable, printable, free of torch and of CUDA.
 
-`Recording` is one capture as the driver saw it, with the ghost addresses of that capture.
-`Template` is what two matching recordings prove: the nodes, which words of their parameters are
-which region, and the allocation timeline. Addresses do not survive into a template.
+A `Template` holds the nodes, which words of their parameters are the address of which region, and the
+allocation timeline. It holds no addresses: those of a recording are ghosts (`pgraph.template.recording`).
 """
 
 from __future__ import annotations

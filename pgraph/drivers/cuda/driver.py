@@ -1,4 +1,4 @@
-"""The CUDA driver: every CUDA call that pgraph makes is in this package's `cuda*` files.
+"""The CUDA driver: captures, arenas and execs of one device. All of pgraph's CUDA calls are in this folder.
 
 Three decisions shape it:
 
@@ -149,7 +149,7 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
-        self._ledger = PeakLedger()
+        self._ledger = PeakLedger(quantities=2)
 
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         return _CAPTURE_LOCK
@@ -258,11 +258,11 @@ def _host_seeds(result: Any) -> Any:
     """Attention's results as an uncaptured run gives them.
 
     Note [Seeds of attention]
-    Attention without dropout (only that is captured) returns a seed and an offset that nobody reads.
-    The memory-efficient kernel's are on the host, but on the device while a capture is under way. Whoever
-    compares a captured run's results with a plain one's, as checkpointing does with what it saved and
-    recomputed, must see no difference. (cuDNN's and flash attention's are on the device in both, and
-    cuDNN's backward insists on it.)
+    Attention without dropout (only that is captured) returns a seed and an offset that no op reads.
+    The memory-efficient kernel's are on the host, but on the device while a capture is under way.
+    Checkpointing compares what it saved with what it recomputed, and must see no difference between a
+    launch and an uncaptured run. (cuDNN's and flash attention's are on the device in both, and cuDNN's
+    backward insists on it.)
     """
     return tree_map_only(
         torch.Tensor,

@@ -1,10 +1,10 @@
-"""Giving back the workspaces that cuBLAS took during a capture, and nobody else's.
+"""Gives back the workspaces that cuBLAS took during a capture, and no others.
 
 Note [Others' workspaces]
 PyTorch keeps cuBLAS's workspaces, one per handle and stream, and its Python interface can only drop those of
-all streams at once (CUDA graph trees do so). That harms others twice. They take new ones at their next
-product, wherever the allocator's cache has room: often inside a block of gigabytes, which then nobody gets
-whole again. And a CUDA graph that the program captured by itself may hold the address of an old one.
+all streams at once (CUDA graph trees do so). That harms the program twice. Its other streams take new ones at
+their next product, wherever the allocator's cache has room: often inside a block of gigabytes, which can then
+no longer be used as a whole. And a CUDA graph that the program captured may hold the address of an old one.
 So a small helper drops those of the capture only. It needs compilers for C and C++; without it, as with
 ``PGRAPH_NATIVE=0``, all are dropped, and while a graph of the program's own is alive, nothing is captured.
 """
@@ -29,8 +29,8 @@ __all__ = ["drop", "instances", "kept", "refuse_foreign_graphs"]
 def drop(stream: int, arena: Arena) -> None:
     """Free the workspaces that products on this stream took, or all of them if that cannot be told.
 
-    Those in the arena are among them, whatever their stream: an op may use streams of its own, and whoever
-    had a product there later would find an address that is no memory any more.
+    Those in the arena are among them, whatever their stream: an op may use streams of its own, and a later
+    product on such a stream would use an address that has no memory any more.
     """
     library = libraries.load_workspaces()
     if library is None:
@@ -50,7 +50,9 @@ def kept() -> frozenset[int]:
 
 
 def refuse_foreign_graphs() -> None:
-    """Where all workspaces would be dropped. CUDA graph trees' own graphs do not count.
+    """Refuse to capture where that would drop workspaces which the program's CUDA graphs use.
+
+    That is so where the helper is missing. Graphs of CUDA graph trees do not count.
 
     Raises:
         CaptureError: the program holds CUDA graphs that it captured by itself.

@@ -1,1 +1,1 @@
-"""CUDA graphs' rules on a CPU."""
+"""The host driver: graphs on a CPU, by the rules of CUDA graphs."""

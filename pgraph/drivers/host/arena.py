@@ -40,7 +40,7 @@ class HostArena(Arena):
     """Reserved address space with no access rights."""
 
     def __init__(self, layout: int) -> None:
-        fault.active().step("arena")
+        fault.active().reach("arena")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         address = _LIBC.mmap(None, _RESERVE, 0, flags, -1, 0)
         if address in (None, ctypes.c_void_p(-1).value):

@@ -79,10 +79,10 @@ class HostSession(Session):
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         self._edges: list[tuple[int, int]] = []
         self._tail: tuple[int, ...] = ()  # what the next node waits for
-        # For the fault `aside`: nodes that nobody waits for yet, and [first, end) of what each writes.
+        # For the fault `aside`: nodes that no other node waits for yet, and [first, end) of what each writes.
         self._aside: dict[int, list[tuple[int, int]]] = {}
         faults = fault.active()
-        faults.step("second-begin" if self._second else "begin")
+        faults.reach("second-begin" if self._second else "begin")
         if faults.moving_words:
             self._moving = faults.moving_words[0]
             faults.moving_words = (*faults.moving_words[1:], faults.moving_words[0])
@@ -94,7 +94,7 @@ class HostSession(Session):
         return list(self._hidden)
 
     def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
-        fault.active().step("second-end" if self._second else "end")
+        fault.active().reach("second-end" if self._second else "end")
         order = topology(len(self._nodes), self._edges)
         return HostGraph(order), tuple(self._nodes), order
 
@@ -110,7 +110,7 @@ class HostSession(Session):
         return found
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fault.active().step("second-op" if self._second else "op")
+        fault.active().reach("second-op" if self._second else "op")
         if op.is_view or op._schema.name in _VIEWS_IN_DISGUISE:
             return op(*args, **kwargs)
         if op.overloadpacket.__name__ in fault.active().refused:
@@ -119,11 +119,7 @@ class HostSession(Session):
         refuse_mixed_norms(op, args, kwargs)
         self._absent = self._beyond(op.overloadpacket.__name__)
         fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
-        try:
-            with self._fake:
-                result = op(*fakes[0], **fakes[1])
-        except Exception as e:  # data-dependent results, ops without a shape rule
-            raise CaptureError(Reason("not-permitted", f"{op} cannot be recorded: {type(e).__name__}")) from e
+        result = self._traced(op, *fakes)
         mine = tree_flatten((args, kwargs))[0]
         theirs = tree_flatten(fakes)[0]
         given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
@@ -148,6 +144,14 @@ class HostSession(Session):
         return out
 
     # -- recording --------------------------------------------------------------------------
+
+    def _traced(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The op's results by its rule for fake tensors."""
+        try:
+            with self._fake:
+                return op(*args, **kwargs)
+        except Exception as e:  # data-dependent results, ops without a shape rule
+            raise CaptureError(Reason("not-permitted", f"{op} cannot be recorded: {type(e).__name__}")) from e
 
     def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
         with self._fake:
@@ -280,7 +284,7 @@ class HostExec(Exec):
     def __init__(
         self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int, sequence: Sequence[int]
     ) -> None:
-        fault.active().step("instantiate")
+        fault.active().reach("instantiate")
         self._nodes = nodes
         self._sequence = sequence
         self._params = [bytearray(n.params) for n in nodes]
@@ -301,10 +305,10 @@ class HostExec(Exec):
                         struct.pack_into("=Q", params, offset, value)
                         changed = True
                 if changed:
-                    fault.active().step("set_params")
+                    fault.active().reach("set_params")
                     rewritten += 1
-            fault.active().step("launch")
-            # A device's kernels ask nobody: neither do their stand-ins.
+            fault.active().reach("launch")
+            # No mode of the caller's applies to a device's kernels, so none does here.
             with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
                 for i in self._sequence:
                     run(self._nodes[i], self._params[i])
@@ -345,12 +349,12 @@ class HostDriver(Driver):
         return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first, sequence)
 
     def framework_ranges(self) -> RangeMap | None:
-        fault.active().step("match")
+        fault.active().reach("match")
         ranges = fault.active().framework
         return RangeMap([(address, nbytes, 0) for address, nbytes in ranges]) if ranges else None
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        fault.active().step("allocate")
+        fault.active().reach("allocate")
         return torch.empty_strided(size, stride, dtype=dtype, device=self.device)  # whatever the default is
 
     def on_device(self) -> None:

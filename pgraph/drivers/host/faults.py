@@ -1,7 +1,7 @@
-"""Ways in which the host driver can misbehave on purpose.
+"""Faults that tests inject into the host driver.
 
-Each imitates something that real CUDA captures do or that real libraries were seen doing, so that
-the tests can show what pgraph makes of it.
+Each imitates something that real CUDA captures or libraries do, so that the tests can show how pgraph
+handles it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 
-__all__ = ["HostFaults", "Kind", "Step", "active", "inject"]
+__all__ = ["FaultPoint", "HostFaults", "Kind", "active", "inject"]
 
-Step = Literal[
+FaultPoint = Literal[
     "arena",
     "begin",
     "op",
@@ -58,7 +58,7 @@ class HostFaults:
         aside: ops whose kernels go to a stream of their own, for which what follows waits as late as it may:
             when it reads the result, or something is written in place.
         reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
-        fail_at: the step that fails.
+        fail_at: the point.
         fail_as: how: a call of the driver's fails, memory runs out, or (while capturing) the capture is
             lost for good.
         fail_count: how many times it fails; after that it works.
@@ -78,21 +78,21 @@ class HostFaults:
     elsewhere: frozenset[str] = frozenset()
     aside: frozenset[str] = frozenset()
     reuse: bool = False
-    fail_at: Step | None = None
+    fail_at: FaultPoint | None = None
     fail_as: Kind = "device"
     fail_count: int = 1_000_000
     framework: tuple[tuple[int, int], ...] = ()
 
-    def step(self, name: Step) -> None:
+    def reach(self, point: FaultPoint) -> None:
         """Fail here if told so.
 
         Raises:
-            DriverError, torch.OutOfMemoryError, CaptureError: this is the step that fails.
+            DriverError, torch.OutOfMemoryError, CaptureError: this is the point.
         """
-        if self.fail_at != name or self.fail_count <= 0:
+        if self.fail_at != point or self.fail_count <= 0:
             return
         self.fail_count -= 1
-        sentence = f"injected failure at step {name!r}"
+        sentence = f"injected failure at step {point!r}"
         if self.fail_as == "device":
             raise DriverError(sentence)
         if self.fail_as == "memory":

@@ -1,4 +1,4 @@
-"""What an op makes, seen before it is recorded: the host driver's kernels are asked, not only their rules."""
+"""The results of an op, found before it is recorded: its CPU kernel is run once on zeros."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def expected(op: Any, args: Any, kwargs: Any, told: Sequence[Any], fresh: Sequen
     """The flat results of an op: those that it makes anew are as its CPU kernel makes them.
 
     Note [A rehearsal]
-    A capture runs nothing: which results an op has is told by its rule for fake tensors, and the ops after
-    it are recorded for those. A kernel may do otherwise: leave out a result that only a backward needs,
-    choose other strides, return another type. So it is run once on zeros in memory of its own. Where that
-    fails (zeros may be no valid numbers for it) the rule is believed, and a launch checks.
+    A capture runs nothing: the op's rule for fake tensors tells which results it has, and the ops after it
+    are recorded for those. The kernel may do otherwise: leave out a result that only a backward needs, choose
+    other strides, return another type. So it is run once, on zeros in memory of its own. Where that fails
+    (zeros may be no valid arguments) the rule is taken as right, and a launch checks the results.
 
     Args:
         told: the results by the rule.
@@ -82,7 +82,7 @@ def _zeros_like(t: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _undisturbed(op: Any) -> Iterator[None]:
-    """Whatever the op draws (it is one that draws nothing that shows) leaves the generator as it was."""
+    """The generator's state is restored: an op may draw numbers that do not show in its results."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         yield
         return
