@@ -1,6 +1,6 @@
 """Write the measured tables and charts of the documents from ``bench/results/*.json``.
 
-    python bench/readme.py            # rewrite README.md, bench/RESULTS.md, bench/COVERAGE.md, the SVGs
+    python bench/readme.py            # rewrite `PAGES` and bench/results/*.svg
     python bench/readme.py --check    # exit 1 if a document or a chart is not what the results say
 
 A table goes between ``<!-- table:NAME -->`` and ``<!-- /table -->``; the names are in `NAMES`. A name may end
@@ -28,11 +28,14 @@ from readme_tables import (
     gpu_tests_table,
     losses_table,
     memory_table,
+    reasons_table,
     titan_table,
 )
 
 MARKERS = re.compile(r"(<!-- table:(?P<name>[\w@.-]+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
-PAGES = (REPO / "README.md", REPO / "bench" / "RESULTS.md", REPO / "bench" / "COVERAGE.md")
+PAGES = tuple(
+    REPO / name for name in ("README.md", "bench/RESULTS.md", "bench/COVERAGE.md", "pgraph/REASONS.md")
+)
 
 TABLES: dict[str, Callable[[File], str]] = {
     "summary": summary_table,
@@ -49,7 +52,8 @@ TABLES: dict[str, Callable[[File], str]] = {
 # A marker's name, and how the names of its pictures begin.
 CHARTS = {"chart": "memory", "torchtitan-chart": "torchtitan", "coverage-chart": "coverage"}
 GPU_TESTS = "gpu-tests"
-NAMES = (*TABLES, *CHARTS, GPU_TESTS)
+REASONS = "reasons"
+NAMES = (*TABLES, *CHARTS, GPU_TESTS, REASONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,8 @@ def table(name: str, results: Results) -> str:
         raise ValueError(
             f"table:{name} is unknown; choose one of {', '.join(NAMES)}, with @GPU behind it or not"
         )
+    if kind == REASONS:
+        return "\n" + reasons_table() + "\n"
     if kind == GPU_TESTS:
         return "\n" + gpu_tests_table(results.records, results.folder) + "\n"
 
@@ -104,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check; returns 1 if something is stale or missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is stale")
-    parser.add_argument("--pages", type=Path, nargs="+", default=list(PAGES), help="default: the three above")
+    parser.add_argument("--pages", type=Path, nargs="+", default=list(PAGES), help="default: `PAGES`")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
 

@@ -9,6 +9,8 @@ import schema
 from readme_rows import File, Row, inductor_of, ordered, place, together
 from tabulate import tabulate
 
+from pgraph.reason_codes import CATALOGUE
+
 # What must not be larger than without graphs, and by how much it may be: 1 % or so many MB.
 SIZES = (("peak_allocated_mb", "allocated"), ("peak_reserved_mb", "reserved"), ("device_used_mb", "device"))
 BOUND, BOUND_MB, TITAN_BOUND_MB = 0.01, 32, 200
@@ -259,3 +261,9 @@ def gpu_tests_table(records: Mapping[str, File], folder: str) -> str:
     head = ["record", "GPU", "torch", "Python", "passed", "failed", "skipped", "commit"]
     align = ["left", "left", "left", "left", "right", "right", "right", "left"]
     return tabulate(lines, head, "github", colalign=align, disable_numparse=True) + "\n"
+
+
+def reasons_table() -> str:
+    """Every reason code, from the catalogue in the source."""
+    lines = [f"| `{entry.code}` | {entry.meaning} | {entry.fix} |" for entry in CATALOGUE.values()]
+    return "\n".join(["| code | meaning | what to change |", "|---|---|---|", *lines]) + "\n"
