@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
-from pgraph.partition import module_names
+from pgraph.runtime import profiler as ranges
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ class Cut(nn.Module):
 def seen(profiler: Any) -> Counter[str]:
     """The ranges of pgraph's, without the numbers of graph and part."""
     names = [e.name for e in profiler.events() if e.name.startswith("pgraph::")]
-    return Counter(re.sub(r"(forward|backward|inference|part) \d+", r"\1", name) for name in names)
+    return Counter(re.sub(r"(forward|backward|inference|partition) \d+", r"\1", name) for name in names)
 
 
 def run(call: Any, times: int) -> Any:
@@ -62,10 +62,10 @@ def test_each_step_has_a_range(codegen: str, inductor_cache: object) -> None:
     compiled = host(model, codegen)
     profiler = run(lambda: train(model, compiled, torch.randn(3, 8)), 3)
     assert seen(profiler) == {
-        "pgraph::plain forward: MLP": 1,
+        "pgraph::uncaptured forward: MLP": 1,
         "pgraph::capture forward: MLP": 1,
         "pgraph::launch forward: MLP": 2,
-        "pgraph::plain backward: MLP": 1,
+        "pgraph::uncaptured backward: MLP": 1,
         "pgraph::capture backward: MLP": 1,
         "pgraph::launch backward: MLP": 2,
     }
@@ -89,10 +89,10 @@ def test_parts_are_named_after_their_module() -> None:
     finally:
         unmark_unsafe("aten::sin")
     found = seen(profiler)
-    assert found["pgraph::launch forward, part: MLP first"] == 1
+    assert found["pgraph::launch forward, partition: MLP first"] == 1
     # The marked op belongs to the whole, and the last part begins with an op that does.
-    assert found["pgraph::plain forward, part: Cut"] == 2 + 1
-    assert found["pgraph::launch forward, part: Cut"] == 1
+    assert found["pgraph::uncaptured forward, partition: Cut"] == 2 + 1
+    assert found["pgraph::launch forward, partition: Cut"] == 1
 
 
 def test_a_whole_model_is_named_by_its_class_and_a_function_by_its_name() -> None:
@@ -101,19 +101,19 @@ def test_a_whole_model_is_named_by_its_class_and_a_function_by_its_name() -> Non
 
     net, function = host(Net()), host(doubled)
     profiler = run(lambda: (net(torch.randn(3, 8)), function(torch.randn(3))), 1)
-    assert set(seen(profiler)) == {"pgraph::plain forward: Net", "pgraph::plain inference: doubled"}
+    assert set(seen(profiler)) == {"pgraph::uncaptured forward: Net", "pgraph::uncaptured inference: doubled"}
 
 
 def test_a_layer_in_a_function_has_its_path() -> None:
     net = Net()
     compiled = host(lambda x: net.layers[1](x))
     profiler = run(lambda: compiled(torch.randn(3, 8)), 1)
-    assert set(seen(profiler)) == {"pgraph::plain forward: MLP layers.1"}
+    assert set(seen(profiler)) == {"pgraph::uncaptured forward: MLP layers.1"}
 
 
 def test_nothing_is_opened_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    monkeypatch.setattr(module_names, "record_function", lambda name: opened.append(name))
+    monkeypatch.setattr(ranges, "record_function", lambda name: opened.append(name))
     model = MLP()
     compiled = host(model)
     for _ in range(4):

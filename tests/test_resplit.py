@@ -162,13 +162,13 @@ def test_a_part_of_a_split_graph() -> None:
     finally:
         pgraph.unmark_unsafe("aten::tan")
     assert [name for name, _ in states()] == [
-        f"part {n}" for n in ("0.0", "0.1", "0.2", "1", "2.0", "2.1", "2.2")
+        f"partition {n}" for n in ("0.0", "0.1", "0.2", "1", "2.0", "2.1", "2.2")
     ]
     report = pgraph.report()
     assert report.splits == 2
     (graph,) = {p.facts.graph for p in report.partitions}
-    assert sum(step.ops for step in graph.steps) == sum(p.facts.device_ops for p in report.partitions)
-    codes = [step.reason.code if step.reason else None for step in graph.steps]
+    assert sum(step.ops for step in graph.op_runs) == sum(p.facts.device_ops for p in report.partitions)
+    codes = [step.reason.code if step.reason else None for step in graph.op_runs]
     assert codes.count("hidden-pointer") == 2
 
 
@@ -270,7 +270,7 @@ def test_refused_pieces_give_way_to_the_whole(caplog: pytest.LogCaptureFixture) 
     (partition,) = pgraph.report().partitions
     assert (partition.state, partition.splits, partition.facts.device_ops) == ("refused", 1, 7)
     assert "no part of it could be captured" in partition.reason.sentence
-    assert [(step.ops, step.reason) for step in partition.facts.graph.steps] == [(7, None)]
+    assert [(step.ops, step.reason) for step in partition.facts.graph.op_runs] == [(7, None)]
     assert told(caplog)[-1].endswith(str(partition.reason))
     plain = partition.uncaptured_runs
     run(compiled, around, lambda: torch.randn(6, 3), 3)
