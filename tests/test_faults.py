@@ -19,7 +19,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import DriverError, PlanError
 from pgraph.launch.interpreter import note_failure
 from pgraph.launch.program import ChunkLaunch, Program
-from pgraph.runtime import partition_runner
+from pgraph.runtime import admission
 
 FIRST, SECOND = ("begin", "op", "end"), ("second-begin", "second-op", "second-end")
 CAPTURE_STEPS = ("arena", *FIRST, *SECOND, "match", "instantiate")
@@ -416,7 +416,7 @@ def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture)
 
 def test_out_of_memory_while_capturing_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another program's memory, soon given back."""
-    real, raised = partition_runner.build, []
+    real, raised = admission.build, []
 
     def build(*args: Any, **kwargs: Any) -> Any:
         if len(raised) < 2:
@@ -424,7 +424,7 @@ def test_out_of_memory_while_capturing_is_tried_again(monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("injected")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(partition_runner, "build", build)
+    monkeypatch.setattr(admission, "build", build)
     compiled = host(mutating, warmup=2)
     for _ in range(2 + 2 + 2):
         call(compiled)

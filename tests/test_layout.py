@@ -34,6 +34,16 @@ LAYERS = (
     "__init__",
 )
 LINES = 400
+
+# What a newcomer reads in one sitting, in this order.
+CORE = (
+    "capture/record.py",
+    "template/match.py",
+    "template/plan.py",
+    "launch/program.py",
+    "launch/interpreter.py",
+    "runtime/partition_runner.py",
+)
 CORE_LINES = 1300
 
 
@@ -100,3 +110,10 @@ def test_each_folder_says_what_it_is_for() -> None:
     for folder in {path.parent for path in files()} - {ROOT, ROOT / "compat"}:
         (paragraph,) = ast.parse((folder / "__init__.py").read_text()).body
         assert isinstance(paragraph, ast.Expr), f"{folder}/__init__.py holds code"
+
+
+def test_the_core_is_read_in_one_sitting() -> None:
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in CORE) <= CORE_LINES
+    told = (ROOT / "README.md").read_text()
+    places = [told.index(f"`{name}`", told.index("**The core**")) for name in CORE]
+    assert places == sorted(places), "pgraph/README.md tells another order"

@@ -294,7 +294,7 @@ def test_a_split_that_fails_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 def sources() -> list[weakref.ref[Any]]:
-    return [weakref.ref(p.piece._splitter) for p in registry.live_capturable() if p.piece]
+    return [weakref.ref(p.admission.piece._splitter) for p in registry.live_capturable() if p.admission.piece]
 
 
 @pytest.mark.parametrize("op", [None, "cumsum"])

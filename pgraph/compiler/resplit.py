@@ -155,8 +155,9 @@ class Splitter:
         self._some = False
         self._open = set()
         for runner, nodes in pieces:
-            runner.piece = Piece(self, nodes)
-            self._open.add(runner.piece)
+            piece = Piece(self, nodes)
+            runner.admission.piece = piece
+            self._open.add(piece)
 
     # -- one split -----------------------------------------------------------------------------
 

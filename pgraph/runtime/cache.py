@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class Captured:
 
 
 class SpecializationCache:
-    """Called with the partition's lock held, but for `captured` and `latest`, which are read without it.
+    """Called with its lock held, but for `captured` and `latest`, which are read without it.
 
     Args:
         driver: whose tensors count.
@@ -56,6 +57,7 @@ class SpecializationCache:
         stats: of the partition.
 
     Attributes:
+        lock: of the partition.
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
     """
@@ -76,6 +78,7 @@ class SpecializationCache:
         self._known: OrderedDict[Guards, Specialization] = OrderedDict()
         self._keeper = Keeper(options.max_captures, options.warmup)
         self.latest: Specialization | None = None
+        self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pgraph.capture import record
 from pgraph.drivers import choice
-from pgraph.runtime import partition_runner
+from pgraph.runtime import admission
 from pgraph.template import match
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
@@ -358,8 +358,8 @@ def test_nothing_runs_while_a_capture_is_made(codegen: str, monkeypatch: pytest.
         seen.extend("same" if same_bits(x, y) else "changed" for x, y in zip(tensors, before, strict=True))
         return made
 
-    real = partition_runner.build
-    monkeypatch.setattr(partition_runner, "build", watched)
+    real = admission.build
+    monkeypatch.setattr(admission, "build", watched)
 
     def fn(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
         count.add_(1)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
-from pgraph.runtime import partition_runner
+from pgraph.runtime import admission
 
 pytestmark = pytest.mark.gpu
 
@@ -95,8 +95,8 @@ def test_a_capture_reserves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((before, torch.cuda.memory_reserved()))
         return made
 
-    real = partition_runner.build
-    monkeypatch.setattr(partition_runner, "build", watched)
+    real = admission.build
+    monkeypatch.setattr(admission, "build", watched)
     compiled = compile_pgraph(lambda x: _mlp(x.repeat(200, 1), x[:128]), codegen="aten")
     for _ in range(4):
         compiled(randn(256, 128))

@@ -1,0 +1,227 @@
+"""Which specializations of a partition are captured, and when; captures that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pgraph import compat
+from pgraph.capture.build import build
+from pgraph.capture.failures import may_pass
+from pgraph.drivers.interface import Driver
+from pgraph.errors import CaptureError, MatchError
+from pgraph.launch.program import program_of
+from pgraph.options import Options
+from pgraph.reasons import Dispatch, Reason
+from pgraph.runtime import full_capture, registry
+from pgraph.runtime.cache import SpecializationCache
+from pgraph.runtime.failures import device_failed, unexpected
+from pgraph.runtime.profiler import in_range
+from pgraph.runtime.protocols import Boxed, Resplitting
+from pgraph.runtime.sizes import Sizes
+from pgraph.runtime.specialization import Specialization, State
+from pgraph.runtime.statistics import PartitionStats
+
+__all__ = ["Admission", "Code"]
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""Captures tried of a specialization that the device refuses for the moment, and of a partition in all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """What is captured.
+
+    Args:
+        run: the partition's own code; takes one list and empties it.
+        namespaces: see `pgraph.capture.record.record`.
+        constants: tensors held by the code.
+        static: argument positions whose memory the caller keeps (parameters and buffers).
+    """
+
+    run: Boxed
+    namespaces: Sequence[dict[str, Any]] = ()
+    constants: Sequence[torch.Tensor] = ()
+    static: frozenset[int] = frozenset()
+
+
+class Admission:
+    """Decides for one partition.
+
+    Args:
+        code: of the partition.
+        driver: where to capture.
+        options: of the compilation.
+        cache: the partition's specializations.
+        sizes: of the partition.
+        stats: of the partition.
+
+    Attributes:
+        piece: the way back to the graph that it was compiled from, until it is captured or refused.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        driver: Driver,
+        options: Options,
+        cache: SpecializationCache,
+        sizes: Sizes,
+        stats: PartitionStats,
+    ) -> None:
+        self.code = code
+        self.piece: Resplitting | None = None
+        self._driver = driver
+        self._options = options
+        self._cache = cache
+        self._sizes = sizes
+        self._stats = stats
+        self._refusals = self._failures = 0
+        self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
+        self._pending: tuple[Specialization, Reason, Dispatch | None] | None = None
+
+    def reset(self) -> None:
+        """Begin anew. Called with the partition's lock held."""
+        self._pending = None
+        self._refusals = self._failures = 0
+        self._given_up.clear()
+
+    def never(self, args: Sequence[Any]) -> bool:
+        """Whether sizes like these were given up: they run uncaptured without a further look."""
+        return bool(self._given_up) and self._sizes.of(args) in self._given_up
+
+    def choose(self, args: list[Any], *, capture: bool = True) -> Specialization | None:
+        """The specialization for these arguments, captured if it is due and may be.
+
+        Returns:
+            None if it never will be: there are none like these, or within somebody's capture.
+        """
+        if self._driver.is_capturing():
+            return None
+        with self._cache.lock:
+            self._cache.catch_up()
+            specialization = self._cache.find(args)
+            if specialization is None:
+                if not self._sizes.wanted(args):
+                    return None
+                if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
+                    self.insist(self._stats.reason)
+                    self._give_up(args)
+                    return None
+                specialization = self._cache.get(args)
+                if specialization is None:
+                    return None
+            due = capture and specialization.due(self._options.warmup)
+            if due and self._cache.has_room(specialization, args):
+                if compat.profiling():
+                    in_range("capture", self._stats.facts.label, self._capture, specialization, args)
+                else:
+                    self._capture(specialization, args)
+            self.insist(specialization.reason)
+            if specialization.state is State.REFUSED:
+                self._give_up(args)
+        return specialization
+
+    def _give_up(self, args: Sequence[Any]) -> None:
+        """Next time, look no further than the sizes: what never launches should cost no more than that."""
+        captured = bool(self._cache.captured.programs)
+        if self._pending is None and not captured and not self._options.require_full_capture:
+            self._given_up.add(self._sizes.of(args))
+
+    def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
+        tensors = specialization.guards.tensors
+        kept = frozenset(i for i, guard in enumerate(tensors) if guard.position in self.code.static)
+        try:
+            built = build(
+                self._driver,
+                self.code.run,
+                args,
+                [guard.mask + 1 for guard in tensors],
+                namespaces=self.code.namespaces,
+                constants=self.code.constants,
+                kept_inputs=kept,
+                slack_bytes=self._options.memory_slack_mb << 20,
+            )
+            program = program_of(built, specialization.guards)
+        except (CaptureError, MatchError) as e:
+            self.refuse(specialization, self._stats.facts.placed(e.reason, e.op), e.culprit)
+        except Exception as e:
+            if may_pass(e):
+                self._later(specialization, e)
+            else:
+                log.debug("unexpected failure", exc_info=True)
+                self.refuse(specialization, unexpected(e))
+        else:
+            self._failures = 0
+            if self.piece is not None:
+                self.piece.captured()
+                self.piece = None
+            self._cache.add(specialization, program)
+            self._sizes.captured(args)
+
+    def _later(self, specialization: Specialization, error: Exception) -> None:
+        """The device could not just now (memory, most likely): warm up again, and give up in the end."""
+        specialization.postponed()
+        failures = specialization.standing.failures
+        self._failures += 1  # of all specializations: one that is seldom seen, or evicted, forgets its own
+        if failures >= _ATTEMPTS or self._failures >= _ATTEMPTS**2:
+            self.refuse(specialization, device_failed(error, max(failures, self._failures)))
+        else:
+            log.info("%s could not be captured yet: %s", self._stats.name, str(error))
+
+    def refuse(self, specialization: Specialization, reason: Reason, culprit: Dispatch | None = None) -> None:
+        """It could not be captured or launched. Called with the partition's lock held."""
+        self._cache.release(specialization)
+        self._refusals += 1
+        if self.piece is not None:
+            self._pending = specialization, reason, culprit
+            specialization.refused(reason)
+        else:
+            self._tell(specialization, reason)
+
+    def resolve(self) -> None:
+        """After a refusal: split, if one op is to blame for it, or run uncaptured. Called without the lock.
+
+        Compiling takes other locks, which a thread may hold that waits for this partition's (Dynamo's reset).
+        """
+        if self._pending is None:
+            return
+        with self._cache.lock:
+            piece, pending = self.piece, self._pending
+        if piece is None or pending is None:
+            return
+        specialization, reason, culprit = pending
+        with piece.turn() as mine:
+            if not mine or self._pending is not pending:
+                return  # another thread is at it; so it is tried again at the next call, or done
+            told = piece.refused(reason, culprit)
+            with self._cache.lock:
+                self.piece = self._pending = None
+                if told is not None:
+                    self._tell(specialization, told)
+
+    def _tell(self, specialization: Specialization, reason: Reason) -> None:
+        others = [s.reason for s in self._stats.standings if s is not specialization.standing]
+        before = {other.info for other in others if other is not None}
+        specialization.refused(reason)
+        log.log(
+            logging.INFO if reason.info in before else logging.WARNING,
+            "%s runs uncaptured: %s",
+            self._stats.name,
+            reason,
+        )
+
+    def insist(self, reason: Reason | None) -> None:
+        """In hard mode a refusal is an error, at this call and at every later one.
+
+        Raises:
+            FullCaptureError: there is a reason, and `require_full_capture` is set.
+        """
+        if reason is not None and self._options.require_full_capture:
+            full_capture.refuse(self._stats.name, reason, str(registry.report()))
