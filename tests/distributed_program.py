@@ -231,7 +231,7 @@ class Outcome:
     addresses: int
     captures: list[int]
     launches: int
-    fallbacks: int
+    refused: int
     nodes_per_launch: float
     outside: list[str]
     freed: bool

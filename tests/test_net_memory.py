@@ -235,7 +235,7 @@ def test_nothing_of_a_failed_launch_is_kept(what: str, nth: int, watch: Watch, c
 @pytest.mark.parametrize("late", [0, 1], ids=["the first lives on", "the second lives on"])
 @pytest.mark.parametrize("part", [None, 0, 1], ids=["whole", "part of the first", "part of the second"])
 def test_a_shared_storage_counts_once_until_its_last_tensor_dies(
-    partition: int | None, late: int, both: bool
+    part: int | None, late: int, both: bool
 ) -> None:
     """Autograd saves a tensor and its alias as two: eager's peak has their memory once, for as long."""
     n = 16 * SIZE
@@ -253,10 +253,10 @@ def test_a_shared_storage_counts_once_until_its_last_tensor_dies(
 
     whole = torch.randn(n)
     inputs = [whole, whole.view(-1)]
-    if partition is not None:
-        inputs[partition] = whole[: n // 2]
+    if part is not None:
+        inputs[part] = whole[: n // 2]
     template = build(HostDriver(), fn, inputs, [16, 16], slack_bytes=0).template
-    if partition is not None:
-        assert template.regions[partition].nbytes == 2 * n, "eager holds all of the storage all the same"
+    if part is not None:
+        assert template.regions[part].nbytes == 2 * n, "eager holds all of the storage all the same"
     # The numbers that are summed up take a few bytes more.
     assert 20 * n <= template.plan.eager_peak <= 20 * n + 8 * GRANULE, template.render()

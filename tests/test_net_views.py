@@ -12,7 +12,7 @@ from support import host, launching, same
 from torch import Tensor
 
 import pgraph
-from pgraph.launch.interpreter import view
+from pgraph.launch.program import view
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.template.recording import TensorSpec
 

@@ -22,7 +22,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import CaptureError, MatchError
 from pgraph.ops.safety import mark_unsafe, refusal, unmark_unsafe
-from pgraph.partition.split import scan
+from pgraph.partition.scan import scan
 from pgraph.reason_codes import CATALOGUE
 from pgraph.reasons import Reason
 from pgraph.template.match import match
