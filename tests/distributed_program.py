@@ -269,8 +269,8 @@ def train(
             saved = True
             save_and_spoil(model, optimizer, folder, data)
         total = torch.zeros((), device=device)
-        for partition in range(scenario.accumulate):
-            with last_only(model, partition == scenario.accumulate - 1):
+        for piece in range(scenario.accumulate):
+            with last_only(model, piece == scenario.accumulate - 1):
                 loss = model(*data.batch()) / scenario.accumulate
                 loss.backward()
             total += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()

@@ -181,7 +181,7 @@ memory of the recordings: 1,400 B of execs
 not compiled: 14 ops: aten::add_ x 13, aten::ones_like
 
 What to change first:
-  1. 19 more device ops captured, 2 parts fewer
+  1. 19 more device ops captured, 2 partitions fewer
      [bool-index] aten::index is indexed by the mask ge (bool[2, 5] on cpu), which hides a nonzero
      at test_explain_models.py: return F.cross_entropy(logits[counts], targets[counts])
      fix: use torch.where, masked_fill, or integer indices
@@ -191,14 +191,14 @@ forward 0
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 4 kinds more
     1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 416 B of execs
     plan: 1 chunk, 17 blocks, peak 62,976 B, eager 61,440 B
-  partition 1: plain, 10 device ops
+  partition 1: uncaptured, 10 device ops
     ops: aten::index x 2, aten::_assert_scalar x 2, aten::sym_size, ge, and 4 kinds more
     [bool-index] aten::index is indexed by the mask ge (bool[2, 5] on cpu), which hides a nonzero
     at test_explain_models.py: return F.cross_entropy(logits[counts], targets[counts])
     fix: use torch.where, masked_fill, or integer indices
 
 backward 1
-  partition 0: plain, 9 device ops
+  partition 0: uncaptured, 9 device ops
     ops: aten::_assert_scalar x 2, ge, le, aten::nll_loss_backward, and 4 kinds more
     [bool-index] aten::index is indexed by the mask ge (bool[2, 5] on cpu), which hides a nonzero
     at test_explain_models.py: return F.cross_entropy(logits[counts], targets[counts])
@@ -254,7 +254,7 @@ captured: device ops 6 of 30 (20 %), kernels 6 of 30 (20 %)
 memory of the recordings: 144 B of execs
 
 What to change first:
-  1. 24 more device ops captured, 3 parts fewer
+  1. 24 more device ops captured, 3 partitions fewer
      [dynamic-shape] aten::nonzero has a result whose shape depends on data
      at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)
      fix: use torch.where(mask, a, b), or torch.nonzero_static with a size
@@ -264,7 +264,7 @@ inference 0
     ops: aten::addmm, aten::_softmax, aten::topk, aten::zeros_like, and 1 kind more
     1 capture: 5 kernels; slots 3 input, 5 output, 4 temp; 120 B of execs
     plan: 1 chunk, 4 blocks, peak 3,584 B, eager 3,072 B
-  partition 1: plain, 12 device ops
+  partition 1: uncaptured, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
     [dynamic-shape] aten::nonzero has a result whose shape depends on data
     at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)
@@ -273,7 +273,7 @@ inference 0
     ops: aten::eq
     1 capture: 1 kernel; slots 1 input, 1 output, 0 temp; 24 B of execs
     plan: 1 chunk, 1 block, peak 1,024 B, eager 1,024 B
-  partition 3: plain, 12 device ops
+  partition 3: uncaptured, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
     [dynamic-shape] aten::nonzero has a result whose shape depends on data
     at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)

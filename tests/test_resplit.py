@@ -402,7 +402,7 @@ def test_a_refused_partition_does_not_search_again(monkeypatch: pytest.MonkeyPat
         (runner,) = registry.live_capturable()[-1:]
         plain = runner.stats.uncaptured_runs
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_choose", lambda *args, **kwargs: pytest.fail("it searched"))
+            patch.setattr(runner.admission, "choose", lambda *args, **kwargs: pytest.fail("it searched"))
             run(compiled, around, lambda: torch.randn(6, 3), 3)
         assert runner.stats.uncaptured_runs == plain + 3
         pgraph.reset()
