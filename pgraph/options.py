@@ -44,7 +44,7 @@ class Options:
     # these; () captures any.
     capture_sizes: tuple[int, ...] = ()
     # Raise FullCaptureError as soon as anything that reaches pgraph stays outside the graphs, and at a graph
-    # break that cuts one, instead of running it plainly. (What Dynamo skips whole never reaches pgraph.)
+    # break that cuts one, instead of running it uncaptured. (What Dynamo skips whole never reaches pgraph.)
     require_full_capture: bool = False
     # Inductor settings, as for torch.compile(options=...) of the "inductor" backend.
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)

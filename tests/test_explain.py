@@ -19,8 +19,11 @@ from torch import Tensor, nn
 import pgraph
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError, OptionError
+from pgraph.explanation.explanation import Explanation
+from pgraph.explanation.session import _changes, _partition
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.runtime import observe, registry
+from pgraph.runtime.specialization import State
 
 
 @pytest.fixture
@@ -76,6 +79,29 @@ def test_a_capture_that_is_refused() -> None:
     assert partition.state == "refused"
     assert [(c.reason.code, c.ops) for c in found.changes] == [(partition.reasons[0].code, 2)]
     assert "refused" in text(found)
+
+
+def test_one_refused_size_does_not_mark_the_others_and_is_told() -> None:
+    """Two sizes in one step, one of them refused: the partition is captured, and not all of it."""
+    compiled = host(lambda x: (x * 2).cumsum(0), dynamic=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        compiled(x)
+        with inject(HostFaults(fail_at="op", fail_as="lost")):
+            compiled(y)
+
+    for _ in range(4):
+        step(torch.randn(4), torch.randn(6))
+    (partition,) = pgraph.report().partitions
+    assert (partition.state, pgraph.report().refused) == ("captured", 1)
+    assert [s.state for s in partition.standings] == [State.CAPTURED, State.REFUSED]
+    (reason,) = partition.reasons
+    assert str(reason) in str(pgraph.report())
+    (told,) = (_partition(p, [[]]) for p in registry.live_partitions())
+    found = Explanation((told,), (), _changes([told], [], {}, ()), (), 4)
+    assert not found.complete
+    assert [change.reason for change in found.changes] == [reason]
+    assert reason.sentence in text(found)
 
 
 def test_a_graph_without_a_device() -> None:

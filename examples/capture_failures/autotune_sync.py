@@ -1,7 +1,7 @@
 """A kernel is tuned the first time it runs, and the first time is in the capture.
 
 Triton's autotuner times its candidates, and to read a clock the host waits for the device: error 900.
-Whoever warms up first does not see it. pgraph runs every part plainly before it captures it (option
+Whoever warms up first does not see it. pgraph runs every partition uncaptured before it captures it (option
 `warmup`), and again for each new set of shapes, so the tuner has done its work.
 """
 

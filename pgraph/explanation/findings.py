@@ -115,9 +115,12 @@ class Findings:
 
     @property
     def complete(self) -> bool:
-        """All that is compiled is captured, except draws of seeds, and no graph break cuts it."""
+        """All that is compiled is captured, except draws of seeds, and no graph break cuts it.
+
+        A captured partition has reasons if some of its specializations are refused.
+        """
         done = all(
-            p.state == "captured" or (p.reasons and all(r.info.free for r in p.reasons))
+            all(r.info.free for r in p.reasons) if p.reasons else p.state == "captured"
             for p in self.partitions
             if p.state != "not run" and p.device_ops
         )

@@ -206,9 +206,10 @@ def _changes(
         changes.append(Change(reason, ops, fewer, _seconds(partitions, key)))
     for partition in partitions:
         if partition.state == "refused":
-            key = facts.same_cause(partition.reasons[-1])
             ops = partition.device_ops * max(partition.calls, 1)
             changes.append(Change(partition.reasons[-1], ops, 0, partition.seconds or 0.0))
+        elif partition.state == "captured":  # other sizes or layouts of it are refused
+            changes += [Change(reason, 0, 0, 0.0) for reason in partition.reasons]
     changes.sort(key=lambda c: (-c.ops, -c.graphs))
     return (*(Change(reason, 0, 0, 0.0) for reason in breaks), *changes)
 

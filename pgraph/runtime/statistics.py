@@ -35,7 +35,7 @@ class PartitionStats:
         capture_s: seconds spent capturing, matching, planning and instantiating.
         launches: calls served by a launch.
         rewritten_nodes: nodes set, over all launches.
-        plain_runs: calls served by plain code (warm-up included).
+        uncaptured_runs: calls served by its own code (warm-up included).
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
         standings: of its specializations.
