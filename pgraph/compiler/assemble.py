@@ -26,13 +26,13 @@ from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
 from pgraph.runtime.uncaptured import UncapturedPartition
 
-__all__ = ["Assembly", "Source", "assemble"]
+__all__ = ["Assembly", "SplitSource", "assemble"]
 
 Runner = PartitionRunner | UncapturedPartition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class SplitSource:
     """What it takes to compile a partition once more.
 
     Args:
@@ -62,7 +62,7 @@ class Assembly:
 
     run: Boxed
     runners: tuple[Runner, ...]
-    sources: tuple[Source | None, ...]
+    sources: tuple[SplitSource | None, ...]
 
 
 def assemble(
@@ -87,7 +87,7 @@ def assemble(
     """
     borders = Borders(gm, inputs, split, by_inductor=context.by_inductor)
     runners: list[Runner] = []
-    sources: list[Source | None] = []
+    sources: list[SplitSource | None] = []
     first = 0
     with borders.reported():
         for call, partition, mine in zip(split.calls, facts, _memory_of(split, memory), strict=True):
@@ -95,7 +95,7 @@ def assemble(
             if keep_sources and _may_be_split(context, partition):
                 given = tuple(borders.inputs(call))
                 # A twin, since a compiler changes the module.
-                source = Source(twin(call.module), given, mine, first, compat.tracing(given))
+                source = SplitSource(twin(call.module), given, mine, first, compat.tracing(given))
             code = borders.compile(call, context.compile_partition, mine)
             runners.append(_runner(context, call.module, code, partition, mine))
             sources.append(source)

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from pgraph import compat
 from pgraph.capture.culprit import nodes_of
-from pgraph.compiler.assemble import Assembly, Source, assemble
+from pgraph.compiler.assemble import Assembly, SplitSource, assemble
 from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Declined
 from pgraph.compiler.strides import as_before
@@ -94,7 +94,7 @@ class Splitter:
         context: of its graph.
     """
 
-    def __init__(self, owner: PartitionRunner, source: Source, context: Context) -> None:
+    def __init__(self, owner: PartitionRunner, source: SplitSource, context: Context) -> None:
         self.account = context.account
         self._context = context
         self._owner = weakref.ref(owner)

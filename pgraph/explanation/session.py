@@ -56,12 +56,12 @@ def explain(
     parse(options)
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
-        return _Session(fn, steps, dynamic, options).explain(args, kwargs)
+        return _Explainer(fn, steps, dynamic, options).explain(args, kwargs)
 
     return run
 
 
-class _Session:
+class _Explainer:
     """One explanation in the making."""
 
     def __init__(

@@ -40,7 +40,7 @@ class Partition:
 
 
 @dataclasses.dataclass(slots=True)
-class _Run:
+class _Stretch:
     safe: bool | None  # None while it has neutral nodes only
     nodes: list[Node]
     reasons: list[Reason]
@@ -73,17 +73,17 @@ def scan(graph: Graph, refuse: Refuse, *, min_ops: int) -> list[Partition]:
     ]
 
 
-def _runs(reasons: dict[Node, Reason | None], seeds: list[Node]) -> list[_Run]:
+def _runs(reasons: dict[Node, Reason | None], seeds: list[Node]) -> list[_Stretch]:
     """The nodes in maximal runs, the draws of seeds first.
 
     Args:
         reasons: why each node must stay outside, in program order.
         seeds: those that go first.
     """
-    runs: list[_Run] = []
-    home: dict[Node, _Run] = {}
+    runs: list[_Stretch] = []
+    home: dict[Node, _Stretch] = {}
     if seeds:
-        runs.append(_Run(False, seeds, [reason for node in seeds if (reason := reasons[node])]))
+        runs.append(_Stretch(False, seeds, [reason for node in seeds if (reason := reasons[node])]))
         home.update(dict.fromkeys(seeds, runs[0]))
     for node, reason in reasons.items():
         if node in home:
@@ -97,7 +97,7 @@ def _runs(reasons: dict[Node, Reason | None], seeds: list[Node]) -> list[_Run]:
         # Neutral nodes do not lengthen the run of hoisted seeds: what follows them is more likely theirs.
         fresh = not runs or (len(runs) == 1 and bool(seeds))
         if fresh or not (safe is None or runs[-1].safe is None or runs[-1].safe == safe):
-            runs.append(_Run(safe, [], []))
+            runs.append(_Stretch(safe, [], []))
         run = runs[-1]
         if run.safe is None:
             run.safe = safe
@@ -134,10 +134,10 @@ def _is_random(node: Node) -> bool:
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
+def _merge_small(runs: list[_Stretch], min_ops: int) -> list[_Stretch]:
     if len(runs) < 2:
         return runs
-    merged: list[_Run] = []
+    merged: list[_Stretch] = []
     for run in runs:
         if run.safe is not False and (ops := run.device_ops()) < max(min_ops, 1):
             noun = "op" if ops == 1 else "ops"
@@ -146,7 +146,7 @@ def _merge_small(runs: list[_Run], min_ops: int) -> list[_Run]:
                 f"{ops} {noun} between uncaptured ones cannot pay for a launch (min_ops is {min_ops})",
             )
             # A run without device ops loses nothing, so there is nothing to tell.
-            run = _Run(False, run.nodes, [small] if ops else [])
+            run = _Stretch(False, run.nodes, [small] if ops else [])
         if merged and merged[-1].safe == run.safe:
             merged[-1].nodes.extend(run.nodes)
             merged[-1].reasons.extend(run.reasons)
