@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pgraph import compat
-from pgraph.drivers.interface import Driver
+from pgraph.drivers.interface import Driver, NativeCalls
 from pgraph.launch.interpreter import Launched
 from pgraph.launch.program import Program, Source
 from pgraph.native import libraries
@@ -36,8 +36,7 @@ class Calls:
         launch: `pg_launch` of `rebind.c`.
         tensor_type: the Python class whose objects hold a C++ tensor in place.
         tensor_offset, tensor_class: see `pgraph.compat.tensor_layout`.
-        empty, current_stream, current_device, index, raw_alloc, raw_free, capturing, failed: see
-            `pgraph.drivers.interface.NativeCalls`.
+        device: what the driver offers.
     """
 
     handles_of: Callable[[list[torch.Tensor]], list[Any]]
@@ -50,14 +49,7 @@ class Calls:
     tensor_type: type
     tensor_offset: int
     tensor_class: int
-    empty: Callable[..., torch.Tensor]
-    current_stream: Callable[[int], int]
-    current_device: Callable[[], int]
-    index: int
-    raw_alloc: int
-    raw_free: int
-    capturing: int | None
-    failed: Callable[[int], None]
+    device: NativeCalls
 
 
 def native_program(program: Program) -> Any:
@@ -88,22 +80,22 @@ def native_launch(programs: Sequence[Any]) -> NativeLaunch | None:
 
 
 def _calls(driver: Driver) -> Calls | None:
-    library, of_driver, shims = libraries.load(), driver.native_calls(), compat.tensor_shims()
-    if library is None or of_driver is None or shims is None:
+    library, device, shims = libraries.load(), driver.native_calls(), compat.tensor_shims()
+    if library is None or device is None or shims is None:
         return None
     handles_of, functions = shims
     dim, size, stride, data_ptr, delete_handle = (libraries.address_of(function) for function in functions)
     tensor_offset, tensor_class = compat.tensor_layout()
     return Calls(
-        handles_of,
-        dim,
-        size,
-        stride,
-        data_ptr,
-        delete_handle,
-        libraries.address_of(library.pg_launch),
-        torch.Tensor,
-        tensor_offset,
-        tensor_class,
-        **{field.name: getattr(of_driver, field.name) for field in dataclasses.fields(of_driver)},
+        handles_of=handles_of,
+        dim=dim,
+        size=size,
+        stride=stride,
+        data_ptr=data_ptr,
+        delete_handle=delete_handle,
+        launch=libraries.address_of(library.pg_launch),
+        tensor_type=torch.Tensor,
+        tensor_offset=tensor_offset,
+        tensor_class=tensor_class,
+        device=device,
     )

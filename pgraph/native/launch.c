@@ -621,25 +621,26 @@ static int read_results(pg_program *p, PyObject *results)
 
 static int read_calls(pg_program *p, PyObject *calls)
 {
-    p->handles_of = field(calls, "handles_of");
-    p->empty = field(calls, "empty");
-    p->failed = field(calls, "failed");
-    p->current_stream = field(calls, "current_stream");
-    p->current_device = field(calls, "current_device");
-    p->device = field(calls, "index");
+    PyObject *device = field(calls, "device");
+    p->empty = field(device, "empty");
+    p->failed = field(device, "failed");
+    p->current_stream = field(device, "current_stream");
+    p->current_device = field(device, "current_device");
+    p->device = field(device, "index");
     p->device_index = p->device ? PyLong_AsLong(p->device) : -1;
-    p->tensor_type = (PyTypeObject *)field(calls, "tensor_type");
-    p->tensor_offset = (Py_ssize_t)number_field(calls, "tensor_offset");
-    p->tensor_class = address_field(calls, "tensor_class");
+    p->raw_alloc = (fn_alloc)address_field(device, "raw_alloc");
+    p->raw_free = (fn_free)address_field(device, "raw_free");
+    p->capturing = (fn_capturing)address_field(device, "capturing");
+    p->handles_of = field(calls, "handles_of");
     p->dim = (fn_read)address_field(calls, "dim");
     p->size = (fn_read)address_field(calls, "size");
     p->stride = (fn_read)address_field(calls, "stride");
     p->data_ptr = (fn_read)address_field(calls, "data_ptr");
     p->delete_handle = (fn_delete)address_field(calls, "delete_handle");
-    p->raw_alloc = (fn_alloc)address_field(calls, "raw_alloc");
-    p->raw_free = (fn_free)address_field(calls, "raw_free");
     p->launch = (fn_launch)address_field(calls, "launch");
-    p->capturing = (fn_capturing)address_field(calls, "capturing");
+    p->tensor_type = (PyTypeObject *)field(calls, "tensor_type");
+    p->tensor_offset = (Py_ssize_t)number_field(calls, "tensor_offset");
+    p->tensor_class = address_field(calls, "tensor_class");
     return PyErr_Occurred() ? -1 : 0;
 }
 
