@@ -152,12 +152,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"partitions": partitions(trainer, device, args.steps) if args.one == "pgraph" else []}
 
 
-def turns(calls: int = 200, rounds: int = 9) -> list[dict[str, Any]]:
+def turns(calls: int, rounds: int) -> list[dict[str, Any]]:
     """Host microseconds of a call of a model without gradients: one size, and two that take turns.
 
     Both sizes have one compiled code, and so one partition of pgraph's with two specializations.
     """
     device = Device("auto")
+    if not device.on_gpu:
+        torch.set_num_threads(1)  # such small products wait for their threads
     layers = [torch.randn(64, 64, device=device.torch) / 8 for _ in range(20)]
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found))
         return 0
     if args.turns:
-        print(tabulate(turns(), headers="keys", floatfmt=".1f", tablefmt="github"))
+        print(
+            tabulate(
+                turns(*((200, 9) if torch.cuda.is_available() else (40, 3))),
+                headers="keys",
+                floatfmt=".1f",
+                tablefmt="github",
+            )
+        )
         return 0
     own = ["--config", args.config, "--scope", args.scope]
     own += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
