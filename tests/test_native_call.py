@@ -378,7 +378,9 @@ def test_malformed_programs_are_errors() -> None:
         module.call((object(),), [])
 
 
-@pytest.mark.parametrize("wrong", ["block", "input", "result", "region", "source", "view"])
+@pytest.mark.parametrize(
+    "wrong", ["block", "input", "result", "region", "source", "view", "free", "release", "stride"]
+)
 def test_a_program_that_names_what_is_not_there_is_an_error(wrong: str) -> None:
     program = made(FakeDevice(), CASE)
     first, *rest = program.chunks
@@ -389,6 +391,9 @@ def test_a_program_that_names_what_is_not_there_is_an_error(wrong: str) -> None:
         "source": {"results": (Result(7, 0),)},  # type: ignore[arg-type]
         "view": {"results": (Result(Source.INPUT, 0, make=view, args=(1, 2, 3, 4)),)},
         "region": {"n_regions": 1},
+        "free": {"chunks": (dataclasses.replace(first, free=(program.n_blocks,)), *rest)},
+        "release": {"chunks": (dataclasses.replace(first, release=(-1,)), *rest)},
+        "stride": {"guards": Guards((TensorGuard(1, (SIDE, SIDE), (SIDE,), 3),))},
     }[wrong]
     assert first.allocate or rest
     with pytest.raises(ValueError, match=r"result|launch program|view"):

@@ -70,6 +70,17 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 refusal
     [rng] no at a:3. Fix: go""",
         )
 
+    def test_the_latest_refusal_is_told_last(self) -> None:
+        first, second = Reason("rng", "one", "go"), Reason("rng", "two", "go")
+        stats = counted(0, standings=[Standing(), Standing()])
+        one, two = stats.standings
+        for standing, reason in ((two, first), (one, second)):
+            standing.state, standing.reason = State.REFUSED, reason
+            stats.latest(standing)
+        assert (stats.reason, stats.refusals) == (second, (first, second))
+        stats.standings.append(Standing(State.REFUSED, reason=first))
+        assert stats.refusals == (second, first)
+
     def test_the_template_of_an_mlp(self) -> None:
         model = MLP()
         compiled = host(model)

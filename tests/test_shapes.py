@@ -200,3 +200,14 @@ def test_ten_thousand_calls_with_random_sizes(records: Records) -> None:
     more = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind] > 400}
     assert not more, f"objects pile up: {more}"
     assert grown - memory < 30_000, f"{(grown - memory) / 1024:.0f} MiB more"
+
+
+def test_a_size_that_rests_gives_way_although_others_are_launched() -> None:
+    """4 and 5 are captured. From then on 4 rests: 6 gets its place, for all that 5 is launched in between."""
+    fn = host(lambda x: (x * 2).cumsum(0), dynamic=True, max_captures=2)
+    for n in (4, 4, 4, 5, 5, 5, 4):
+        fn(torch.randn(n, 3))
+    for _ in range(12):
+        fn(torch.randn(6, 3))
+        fn(torch.randn(5, 3))
+    assert kept() == [5, 6]

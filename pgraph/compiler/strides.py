@@ -84,7 +84,9 @@ def as_before(code: _Code, split: SplitPlan, unsplit: Any, pieces: Sequence[Any]
     made: dict[int, tuple[Any, Any]] = {}  # by slot: (node, strides as its piece tells them)
     for call, piece in zip(split.calls, pieces, strict=True):
         returned: Any = call.module.graph.output_node().args[0]
-        told = compat.output_strides(piece) or [None] * len(returned)
+        told = compat.output_strides(piece)
+        if told is None or len(told) != len(returned):
+            told = [None] * len(returned)
         made.update(zip(call.outputs, zip(returned, told, strict=True), strict=True))
     wanted = compat.output_strides(unsplit)
     moved: dict[int, Strides | None] = {}

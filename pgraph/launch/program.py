@@ -122,6 +122,8 @@ def program_of(built: Built, guards: Guards) -> Program:
         )
         for i, chunk in enumerate(template.plan.chunks)
     )
+    # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
+    assert len(chunks) < 2 or all(chunk.exec is not None for chunk in chunks), "a chunk without nodes"
     return Program(guards, chunks, results, len(template.regions), len(template.plan.blocks), built)
 
 

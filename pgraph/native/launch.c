@@ -462,7 +462,20 @@ static int64_t *numbers(PyObject *tuple, Py_ssize_t *n)
     int64_t *found = zeroed(*n = PyTuple_GET_SIZE(tuple), sizeof(int64_t));
     for (Py_ssize_t i = 0; found && i < *n; i++)
         found[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-    return found; /* an error, if there is one, is seen at the end of `program` */
+    if (PyErr_Occurred()) {
+        PyMem_Free(found);
+        return NULL;
+    }
+    return found;
+}
+
+/* 0 if all of these are in [0, end). */
+static int check_range(const int64_t *found, Py_ssize_t n, Py_ssize_t end)
+{
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (found[i] < 0 || found[i] >= end)
+            return -1;
+    return 0;
 }
 
 /* A field of a frozen dataclass. Borrowed: the dataclass owns it for as long as the program lives. */
@@ -505,6 +518,8 @@ static int read_tensor_guard(pg_input *in, PyObject *guard)
     in->position = (Py_ssize_t)number_field(guard, "position");
     in->mask = (uint64_t)number_field(guard, "mask");
     in->ndim = PyTuple_GET_SIZE(size);
+    if (PyErr_Occurred() || in->position < 0 || PyTuple_GET_SIZE(stride) != in->ndim)
+        return -1;
     PyObject *both = PySequence_Concat(size, stride);
     Py_ssize_t n;
     in->size = both ? numbers(both, &n) : NULL;
@@ -575,6 +590,9 @@ static int read_chunk(const pg_program *p, pg_chunk *chunk, PyObject *spec)
     if (!(chunk->frees = numbers(frees, &chunk->n_frees)) ||
         !(chunk->releases = numbers(releases, &chunk->n_releases)) ||
         !(chunk->allocs = zeroed(chunk->n_allocs = PyTuple_GET_SIZE(allocate), sizeof(pg_alloc))))
+        return -1;
+    if (check_range(chunk->frees, chunk->n_frees, p->n_blocks) ||
+        check_range(chunk->releases, chunk->n_releases, p->n_inputs))
         return -1;
     for (Py_ssize_t i = 0; i < chunk->n_allocs; i++)
         if (read_alloc(p, &chunk->allocs[i], PyTuple_GET_ITEM(allocate, i)))
@@ -663,7 +681,7 @@ static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
         read_chunks(p, tuple_field(p->source, "chunks")) || read_results(p, tuple_field(p->source, "results")) ||
         PyErr_Occurred()) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "a launch program names a block or a region that it does not have");
+            PyErr_SetString(PyExc_ValueError, "a launch program names a block, a region or an argument that it does not have");
         free_program(p);
         return NULL;
     }

@@ -210,6 +210,7 @@ class Admission:
         others = [s.reason for s in self._stats.standings if s is not specialization.standing]
         before = {other.info for other in others if other is not None}
         specialization.refused(reason)
+        self._stats.latest(specialization.standing)
         log.log(
             logging.INFO if reason.info in before else logging.WARNING,
             "%s runs uncaptured: %s",

@@ -129,11 +129,11 @@ class PartitionRunner:
         if launched is None:
             return self._run_uncaptured(args, specialization)
         results, rewritten, index = launched
+        if self._cache.latest is not captured.specializations[index]:
+            with self._cache.lock:  # before this launch is counted: it is no use of the one before
+                self._cache.launched(captured.specializations[index])
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
-        if self._cache.latest is not captured.specializations[index]:
-            with self._cache.lock:
-                self._cache.launched(captured.specializations[index])
         return results
 
     def specializations(self) -> list[Specialization]:
@@ -197,7 +197,10 @@ class PartitionRunner:
         elif index is not None and not memory:
             reason = launch_failed(error)
             with self._cache.lock:
-                self.admission.refuse(captured.specializations[index], reason)
+                specialization = captured.specializations[index]
+                # Another thread may have failed before, or dropped this capture and made a new one.
+                if specialization.program is captured.programs[index]:
+                    self.admission.refuse(specialization, reason)
         if ran:
             try:
                 raise error

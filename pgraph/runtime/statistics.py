@@ -76,10 +76,17 @@ class PartitionStats:
             standing.reason = reason
         self.standings += [s for s in refused if s not in self.standings]
 
+    def latest(self, standing: Standing) -> None:
+        """It was refused just now: it comes last from now on."""
+        if standing in self.standings:
+            self.standings.remove(standing)
+            self.standings.append(standing)
+
     @property
     def refusals(self) -> tuple[Reason, ...]:
         """Why specializations of it are refused, the latest last."""
-        return tuple(dict.fromkeys(s.reason for s in self.standings if s.reason is not None))
+        found = [s.reason for s in reversed(self.standings) if s.reason is not None]
+        return tuple(reversed(dict.fromkeys(found)))
 
     @property
     def reason(self) -> Reason | None:
