@@ -307,6 +307,28 @@ def test_no_memory_in_a_launch_in_c(ran: bool) -> None:
         call(compiled)
 
 
+def test_a_late_failure_of_a_capture_that_is_gone_refuses_nothing() -> None:
+    """Another thread has freed it meanwhile: what is captured next is as good as any."""
+    compiled = host(mutating)
+    for _ in range(2):
+        call(compiled)
+    (partition_runner,) = pgraph.runtime.registry.live_capturable()
+
+    def fails(args: list[Any]) -> Any:
+        pgraph.reset()
+        error = DriverError("too late")
+        note_failure(error, 0, False)
+        raise error
+
+    partition_runner._cache.captured.launch = fails
+    call(compiled)
+    assert pgraph.report().refused == 0
+    call(compiled)
+    call(compiled)
+    with launching(1):
+        call(compiled)
+
+
 def one_chunk_more(partition: Any, launch: Any) -> Program:
     """Have the partition launch this at the end; returns the program that it had."""
     (specialization,) = partition.specializations()
