@@ -83,7 +83,7 @@ class SpecializationCache:
         self.captured = Captured()
 
     def all(self) -> list[Specialization]:
-        """Least recently used first."""
+        """The one that was run uncaptured last comes last."""
         return list(self._known.values())
 
     def launched(self, specialization: Specialization) -> None:
@@ -110,15 +110,13 @@ class SpecializationCache:
                 return specialization
         return None
 
-    def get(self, args: Sequence[Any], *, make: bool = True) -> Specialization | None:
+    def get(self, args: Sequence[Any]) -> Specialization | None:
         """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
         guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
         if guards is None:
             return None
         found = self._known.get(guards)
         if found is None:
-            if not make:
-                return None
             self._forget_some()
             found = self._known[guards] = Specialization(guards)
             self._stats.standings.append(found.standing)

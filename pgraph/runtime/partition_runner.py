@@ -137,7 +137,7 @@ class PartitionRunner:
         return results
 
     def specializations(self) -> list[Specialization]:
-        """All of them, least recently used first."""
+        """All of them; the one that was run uncaptured last comes last."""
         with self._cache.lock:
             return self._cache.all()
 
