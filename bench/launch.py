@@ -23,6 +23,7 @@ from typing import Any
 
 import _paths
 import torch
+from backends import register_pgraph
 from configs import WORKLOADS
 from memory import default_backends
 from tabulate import tabulate
@@ -167,6 +168,7 @@ def turns(calls: int, rounds: int) -> list[dict[str, Any]]:
             x = torch.relu(x @ layer)
         return x
 
+    register_pgraph()
     rows = []
     for backend in ("inductor", "pgraph"):
         torch._dynamo.reset()

@@ -50,7 +50,7 @@ class Fault:
 
     def code(self) -> Any:
         """What the driver API returns."""
-        from driver.bindings import driver as cu
+        from cuda.bindings import driver as cu
 
         memory = self.kind == "memory"
         return cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY if memory else cu.CUresult.CUDA_ERROR_UNKNOWN
@@ -130,16 +130,18 @@ def _launch_step(step: str, fault: Fault) -> Iterator[None]:
     """Replace a function that launches call, in the table of the native helper and in Python's list."""
     from pgraph.drivers.cuda import exec
 
-    position = {"rebind": 0, "launch": 3}[step]
+    position, field = {"rebind": (0, "kernel"), "launch": (3, "launch")}[step]
     functions, table = exec._calls()
-    real, address = functions[position], table[position]
+    real, address = functions[position], getattr(table, field)
     kind = ctypes.CFUNCTYPE(ctypes.c_int, *real.argtypes)
     call = kind(lambda *args: int(fault.code()) if fault.strikes() else real(*args))
-    functions[position], table[position] = call, ctypes.cast(call, ctypes.c_void_p).value
+    functions[position] = call
+    setattr(table, field, ctypes.cast(call, ctypes.c_void_p).value)
     try:
         yield
     finally:
-        functions[position], table[position] = real, address
+        functions[position] = real
+        setattr(table, field, address)
 
 
 _KEEP: list[Any] = []  # a launcher may outlive the injection

@@ -269,10 +269,11 @@ def test_what_one_custom_op_leaves_to_another_is_refused() -> None:
 
 _TWO_RECORDINGS = """
 import os, sys, torch
-from pgraph import capture, drivers
+from pgraph.capture.record import record
+from pgraph.drivers import choice
 if sys.argv[1:] == ["uncured"]:
-    from pgraph.drivers import cuda_workspaces
-    cuda_workspaces.drop = lambda stream, arena: None
+    from pgraph.drivers.cuda import workspaces
+    workspaces.drop = lambda stream, arena: None
 driver = choice._get(torch.device("cuda", 0))
 inputs = [torch.randn(64, 65536, device="cuda").bfloat16(), torch.randn(65536, 64, device="cuda").bfloat16()]
 def fn(args):
@@ -284,7 +285,7 @@ sizes = []
 for layout in (0, 1):
     try:
         with driver.capture_lock(), driver.arena(layout) as arena:
-            found = record.record(driver, arena, fn, inputs, [256, 256])
+            found = record(driver, arena, fn, inputs, [256, 256])
         sizes.append(sorted(a.nbytes for a in found.allocations))
     except Exception as error:
         sizes.append(str(error))

@@ -219,8 +219,7 @@ _SMALL = """
 import hashlib, torch
 import gpu_helpers as h
 import pgraph
-from pgraph import native
-from pgraph import native
+from pgraph.native import libraries
 torch.manual_seed(0)
 def fn(x, w):
     y = torch.relu(x @ w)

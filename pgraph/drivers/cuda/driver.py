@@ -186,7 +186,8 @@ class CudaDriver(Driver):
     ) -> Exec:
         with torch.cuda.device(self.device):
             graph.anchor(nodes, slots, self.device.index)
-            return CudaExec(graph, nodes, first, last, [s for s in slots if first <= s.node < last])
+            mine = [s for s in slots if first <= s.node < last]
+            return CudaExec(graph, nodes, first, last, mine, self._capture_stream().cuda_stream)
 
     def framework_ranges(self) -> RangeMap | None:
         # Blocks in use, not whole segments: nothing points to memory that is free.

@@ -168,10 +168,29 @@ def _outside_allocator() -> int:
 
 
 class CudaExec(Exec):
-    """An instantiated range of a captured graph, with its own parameter memory."""
+    """An instantiated range of a captured graph, with its own parameter memory.
+
+    Note [Uploaded before the first change]
+    A kernel node whose parameters are set before its exec is on the device runs 0.1 to 0.3 us longer at
+    every later launch (measured on an H200, driver 580); one that is set afterwards runs as if it had
+    never been touched. So each exec is uploaded at once, with the addresses of the capture.
+
+    Args:
+        graph: the captured graph.
+        nodes: all its nodes.
+        first, last: of the range.
+        slots: of the range.
+        stream: on which the exec is uploaded; it is waited for.
+    """
 
     def __init__(
-        self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+        self,
+        graph: CudaGraph,
+        nodes: Sequence[NodeRecord],
+        first: int,
+        last: int,
+        slots: Sequence[Slot],
+        stream: int,
     ) -> None:
         self._lock = threading.Lock()
         self._source, handles = (
@@ -179,6 +198,8 @@ class CudaExec(Exec):
         )
         before = _outside_allocator()
         (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
+        check(cu.cuGraphUpload(self._exec, stream))
+        check(cu.cuStreamSynchronize(stream))
         self.nbytes = max(0, _outside_allocator() - before)
         (self._ctx,) = check(cu.cuCtxGetCurrent())
         self._layout(handles, nodes[first:last], slots, first)
