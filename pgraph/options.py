@@ -39,7 +39,7 @@ class Options:
     max_captures: int = 16
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
     # Less memory means more launches.
-    memory_slack_mb: int = 24
+    memory_slack_mb: int = 8
     # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
     # these; () captures any.
     capture_sizes: tuple[int, ...] = ()

@@ -357,8 +357,8 @@ def test_embedding_convolution_and_lstm() -> None:
         text(found),
         """\
 pgraph: 2 of 2 partitions captured, 1 graph break
-captured: device ops 6 of 6 (100 %), kernels 6 of 6 (100 %)
-memory of the recordings: 280 B of execs
+captured: device ops 6 of 6 (100 %), kernels 7 of 7 (100 %)
+memory of the recordings: 352 B of execs
 not compiled: 22 ops: aten::add_ x 9, aten::zeros x 2, aten::sum x 2, aten::reshape x 2, and 6 kinds more
 
 What to change first:
@@ -376,7 +376,7 @@ forward 0
 backward 1
   partition 0: captured, 3 device ops
     ops: aten::threshold_backward, aten::convolution_backward, aten::embedding_dense_backward
-    1 capture: 3 kernels; slots 5 input, 3 output, 4 temp; 168 B of execs
+    1 capture: 4 kernels; slots 7 input, 3 output, 5 temp; 240 B of execs
     plan: 1 chunk, 4 blocks, peak 4,608 B, eager 3,584 B
 """,
     )

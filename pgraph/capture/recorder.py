@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pgraph.capture.culprit import dispatch_of
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
+from pgraph.capture.parts import in_parts, joined
 from pgraph.compat import lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
@@ -62,13 +63,10 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         before, known = self.boundary(), len(self.ranges)
         try:
-            result = self._session.run_op(func, args, kwargs or {})
+            results = [self._run(func, part, kwargs or {}) for part in in_parts(func, args)]
             after = self._session.node_count()
         except Exception as e:
             raise failure_of(e, self._dispatch(func, args, kwargs, before, before)) from e
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._adopt(leaf, before)
         if is_builtin(func):
             self.builtin.update(range(before, after))
         elif is_custom(func):
@@ -79,6 +77,14 @@ class Recorder(TorchDispatchMode):
         if after > before:
             self.ops.append(self._dispatch(func, args, kwargs, before, after))
         self.boundary()
+        return joined(results)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.boundary()
+        result = self._session.run_op(func, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._adopt(leaf, before)
         return result
 
     def _dispatch(

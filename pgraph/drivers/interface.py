@@ -297,6 +297,14 @@ class Driver(abc.ABC):
         """What a launch in C needs; None where there is none."""
         return None
 
+    def in_use(self) -> int:
+        """Bytes of the device's memory that tensors hold."""
+        return 0
+
+    def trim(self) -> bool:
+        """Give back what the framework's allocator keeps without need; False if this is not the time."""
+        return True
+
     def ghost_peaks(self) -> GhostPeaks | None:
         """What captures may have added to the device's peak statistics; None if nothing."""
         return None

@@ -28,7 +28,7 @@ from pgraph.launch.interpreter import Launched, launch_first
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, statistics
+from pgraph.runtime import observe, registry, statistics, trimming
 from pgraph.runtime.admission import Admission, Code
 from pgraph.runtime.cache import Captured, SpecializationCache
 from pgraph.runtime.failures import LaunchFailure, launch_failed
@@ -95,6 +95,8 @@ class PartitionRunner:
         instead = self._instead
         if instead is not None:
             return instead(args)
+        if trimming.pending is not None:
+            trimming.called(self.name)
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         if self.admission.never(args):

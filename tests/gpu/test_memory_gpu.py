@@ -143,6 +143,47 @@ def test_peak_of_a_whole_model_step_is_inductors() -> None:
     assert max(len(p.chunks) for p in plans) > 1, f"nothing was cut, so nothing was shown{explain()}"
 
 
+def test_a_weight_gradient_does_not_hold_its_scratch() -> None:
+    """Note [Results in the place of scratch]: its region is as large as it is."""
+    model = torch.nn.Sequential(
+        *(torch.nn.Conv2d(64, 64, 3, padding=1, bias=False, device=DEVICE) for _ in range(3))
+    ).to(memory_format=torch.channels_last)
+    compiled = compile_pgraph(model, min_ops=1)
+    for _ in range(5):
+        x = randn(16, 64, 56, 56).contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.bfloat16):
+            compiled(x).float().sum().backward()
+        model.zero_grad(set_to_none=True)
+    assert_launched(2)
+    whole = 64 * 64 * 9 * 4
+    for b in built():
+        returned = {o.region for o in b.template.outputs if o.region is not None}
+        gradients = [
+            b.template.regions[o.region].nbytes
+            for o in b.template.outputs
+            if o.region is not None and o.layout is not None and tuple(o.layout.size) == (64, 64, 3, 3)
+        ]
+        assert all(n <= whole for n in gradients), f"{gradients} bytes, a weight has {whole}{explain()}"
+        temporary = [r.nbytes for r in b.template.regions if r.kind == "temp" and r.death > r.birth + 4]
+        assert returned, explain()
+        assert all(n <= 16 * 64 * 56 * 56 * 4 for n in temporary), f"{temporary}{explain()}"
+
+
+def test_memory_is_given_back_when_captures_have_settled() -> None:
+    """What the warm-up reserved in other sizes than the launches need is not kept (hazard of fragments)."""
+    compiled = compile_pgraph(_mlp, codegen="aten")
+    junk = [torch.empty(30 * MB + i * 2 * MB, dtype=torch.uint8, device=DEVICE) for i in range(8)]
+    x, w = randn(256, 128), randn(128, 128)
+    compiled(x, w)
+    held = torch.cuda.memory_reserved()
+    del junk
+    for _ in range(6):
+        compiled(x, w)
+    assert_launched(4)
+    left = torch.cuda.memory_reserved()
+    assert left <= held - 8 * 30 * MB, f"reserved {held / MB:.0f} MiB, then {left / MB:.0f}{explain()}"
+
+
 def test_capture_on_a_full_device() -> None:
     """All but some 600 MB is taken when the capture begins."""
     compiled = compile_pgraph(_mlp, codegen="aten")

@@ -221,6 +221,17 @@ class CudaDriver(Driver):
     def native_calls(self) -> NativeCalls | None:
         return _native_calls(self.device.index)
 
+    def in_use(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def trim(self) -> bool:
+        # Freeing memory would end a capture of the program's own that another thread is making.
+        if self.is_capturing():
+            return False
+        if not workspaces.instances(torch.cuda.CUDAGraph):
+            torch.cuda.empty_cache()
+        return True
+
     def ghost_peaks(self) -> GhostPeaks | None:
         allocated, reserved = self._ledger.excess(*self._peaks())
         return GhostPeaks(str(self.device), allocated, reserved) if allocated or reserved else None

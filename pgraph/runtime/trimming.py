@@ -1,0 +1,89 @@
+"""Gives the framework's cached memory back, once, when captures have settled.
+
+Note [Trimmed once settled]
+A partition that runs uncaptured asks for its memory piece by piece; its launch asks for all of a chunk at
+once. So what the allocator keeps from the warm-up and from compiling suits the launches badly, and stays
+reserved for nothing. CUDA graph trees empty the cache at each recording. To do so costs a wait for the device
+and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
+captured last has come round again and nothing was captured since, it looks for one round which call finds
+the least memory in use, and empties the cache there. The next capture begins this anew.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from pgraph.drivers.interface import Driver
+
+__all__ = ["Settling", "called", "captured", "pending"]
+
+_ROOM = 1 / 64  # a call is as good as the best one if no more than this part of its bytes comes on top
+
+_CALLS = 20_000  # after so many without an end of a round the partition captured last is taken for gone
+
+pending: Settling | None = None
+"""Captures that have not settled yet; read at each call."""
+
+
+class Settling:
+    """From a capture to the trim. A round ends when the partition captured last is called after another one.
+
+    Args:
+        last: name of the partition that was captured.
+        driver: whose memory is trimmed.
+        before: what had not settled when it was captured.
+    """
+
+    def __init__(self, last: str, driver: Driver, before: Settling | None) -> None:
+        self._last = last
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._before = last  # the partition called before this one
+        # Whether no other partition is called: then each call is a round.
+        self._alone: bool = before is None or (before._last == last and before._alone)
+        self._calls = self._rounds = 0
+        self._least: int | None = None  # bytes in use, at most so few at any call of the second round
+
+    def called(self, name: str) -> None:
+        """Note a call of any partition, before it is served; trims if it is time."""
+        with self._lock:
+            if pending is not self:
+                return
+            self._calls += 1
+            self._alone = self._alone and name == self._last
+            if name == self._last and (self._alone or self._before != name):
+                self._rounds += 1
+            self._before = name
+            if self._time_to_trim() or self._calls > _CALLS:
+                _settled(self)
+
+    def _time_to_trim(self) -> bool:
+        if self._rounds == 0:
+            return False
+        used = self._driver.in_use()
+        if self._rounds == 1:
+            self._least = used if self._least is None else min(self._least, used)
+            return False
+        assert self._least is not None
+        if self._rounds == 2 and used > self._least * (1 + _ROOM):
+            return False
+        return self._driver.trim()
+
+
+def captured(name: str, driver: Driver) -> None:
+    """Note that a partition was captured."""
+    global pending
+    pending = Settling(name, driver, pending)
+
+
+def called(name: str) -> None:
+    """Note that a partition is called; costs nothing once all has settled."""
+    settling = pending
+    if settling is not None:
+        settling.called(name)
+
+
+def _settled(settling: Settling) -> None:
+    global pending
+    if pending is settling:
+        pending = None

@@ -1,0 +1,123 @@
+"""When cached memory is given back after captures (Note [Trimmed once settled])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import host
+from torch import nn
+
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.runtime import trimming
+
+
+class FakeDriver:
+    """Says how much is in use, and counts trims."""
+
+    def __init__(self) -> None:
+        self.used, self.trims, self.ready = 0, 0, True
+
+    def in_use(self) -> int:
+        return self.used
+
+    def trim(self) -> bool:
+        self.trims += self.ready
+        return self.ready
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending() -> Iterator[None]:
+    trimming.pending = None
+    yield
+    trimming.pending = None
+
+
+def play(driver: FakeDriver, calls: str, used: dict[str, int]) -> list[int]:
+    """Calls of partitions, a letter each; positions of those at which memory was trimmed."""
+    trimmed = []
+    for position, name in enumerate(calls):
+        driver.used = used[name]
+        before = driver.trims
+        trimming.called(name)
+        if driver.trims > before:
+            trimmed.append(position)
+    return trimmed
+
+
+def test_training_is_trimmed_where_a_step_begins() -> None:
+    driver: Any = FakeDriver()
+    trimming.captured("f", driver)
+    trimming.captured("b", driver)
+    assert play(driver, "fbfbfbfb", {"f": 100, "b": 900}) == [4]
+    assert trimming.pending is None
+
+
+def test_layers_that_share_a_partition() -> None:
+    """Many calls of one partition in a row are one round's, and one of the first layer's is found."""
+    driver: Any = FakeDriver()
+    trimming.captured("f", driver)
+    trimming.captured("b", driver)  # in the last layer of three
+    trimmed = play(driver, "bb" + "fffbbb" * 4, {"f": 100, "b": 900})
+    assert len(trimmed) == 1
+    assert ("bb" + "fffbbb" * 4)[trimmed[0]] == "f"
+
+
+def test_one_partition_alone() -> None:
+    driver: Any = FakeDriver()
+    trimming.captured("i", driver)
+    assert play(driver, "iiii", {"i": 100}) == [1]
+
+
+def test_a_further_capture_begins_anew() -> None:
+    driver: Any = FakeDriver()
+    trimming.captured("f", driver)
+    assert play(driver, "f", {"f": 1}) == []
+    trimming.captured("g", driver)
+    assert play(driver, "fg", {"f": 1, "g": 5}) == []
+    assert play(driver, "fgfg", {"f": 1, "g": 5}) == [2]
+
+
+def test_more_memory_in_use_than_ever_again() -> None:
+    """Where no call has as little in use as in the round that was watched, the next round's end will do."""
+    driver: Any = FakeDriver()
+    trimming.captured("b", driver)
+    used = {"f": 100, "b": 900}
+    assert play(driver, "fbfb", used) == []
+    assert play(driver, "fbfb", {"f": 300, "b": 900}) == [1]
+
+
+def test_not_while_the_driver_says_so() -> None:
+    driver: Any = FakeDriver()
+    driver.ready = False
+    trimming.captured("i", driver)
+    assert play(driver, "iii", {"i": 1}) == []
+    driver.ready = True
+    assert play(driver, "ii", {"i": 1}) == [0]
+
+
+def test_a_partition_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trimming, "_CALLS", 5)
+    driver: Any = FakeDriver()
+    trimming.captured("gone", driver)
+    assert play(driver, "ffffffff", {"f": 1}) == []
+    assert trimming.pending is None
+
+
+def test_a_program_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims = []
+
+    def trim(self: HostDriver) -> bool:
+        trims.append(None)
+        return True
+
+    monkeypatch.setattr(HostDriver, "trim", trim)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    compiled = host(model)
+    for _ in range(10):
+        compiled(torch.randn(4, 8)).sum().backward()
+        model.zero_grad(set_to_none=True)
+    assert len(trims) == 1
+    assert trimming.pending is None
