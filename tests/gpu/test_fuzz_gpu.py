@@ -1,0 +1,52 @@
+"""The random programs of `tests/test_fuzz.py` on a GPU.
+
+PGRAPH_FUZZ_PROGRAMS=1000 python -m pytest -n 14 tests/gpu/test_fuzz_gpu.py       # as many as one likes
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, seed, settings
+from support_fuzz import Program, check, programs
+
+import pgraph
+
+SHARDS = 14
+PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "56"))
+
+
+def _on_gpu(fn: Any, dynamic: bool | None) -> Any:
+    options = {"driver": "cuda", "codegen": "aten", "min_ops": 1, "warmup": 1}
+    return torch.compile(fn, backend="pgraph", dynamic=dynamic, options=options)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_programs(shard: int) -> None:
+    launches = 0
+
+    @seed(100 + shard)
+    @settings(
+        max_examples=max(1, PROGRAMS // SHARDS),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def one(program: Program) -> None:
+        nonlocal launches
+        torch._dynamo.reset()
+        pgraph.reset()
+        try:
+            valid = check(program, "aten", "cuda", (_on_gpu,))
+        except Exception as e:
+            e.add_note(f"\nThe program, to be checked with device='cuda':\n\n{program.script('aten')}\n")
+            raise
+        launches += pgraph.report().launches
+        assume(valid)
+
+    one()
+    assert launches, "nothing was ever launched"
