@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,6 +26,7 @@ _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _ALLOC = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
 _FREE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+_WORKSPACE = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
 _CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 SIDE = 8  # tensors are SIDE x SIDE floats, unless a region says otherwise
 
@@ -77,8 +78,14 @@ class FakeDevice:
         self.refuse_raw = self.refuse_all = False
         self.capturing_status, self.current = 0, 0
         self.at_launch: Callable[[], None] = lambda: None
-        self._keep = (_ALLOC(self._raw_alloc), _FREE(self._raw_free), _CAPTURING(self._is_capturing))
+        self._keep = (
+            _ALLOC(self._raw_alloc),
+            _FREE(self._raw_free),
+            _CAPTURING(self._is_capturing),
+            _WORKSPACE(self._workspace),
+        )
         self.launches = 0
+        self.lent = 0x7000_0000  # address of the workspace; it moves at each launch. 0: there is none
 
     # -- what a `Driver` has --------------------------------------------------------------------
 
@@ -100,10 +107,22 @@ class FakeDevice:
         return tensor
 
     def native_calls(self) -> NativeCalls:
-        alloc, free, capturing = (libraries.address_of(f) for f in self._keep)
+        alloc, free, capturing, workspace = (libraries.address_of(f) for f in self._keep)
         return NativeCalls(
-            self.empty_strided, lambda i: 7, lambda: self.current, 0, alloc, free, capturing, failed
+            empty=self.empty_strided,
+            current_stream=lambda i: 7,
+            current_device=lambda: self.current,
+            index=0,
+            raw_alloc=alloc,
+            raw_free=free,
+            capturing=capturing,
+            failed=failed,
+            workspace=workspace,
+            no_workspace=no_workspace,
         )
+
+    def workspace(self, stream: int, nbytes: int) -> int:
+        return self._workspace(stream, nbytes) or no_workspace(nbytes)
 
     # -- what C calls ---------------------------------------------------------------------------
 
@@ -120,6 +139,12 @@ class FakeDevice:
     def _raw_free(self, address: int) -> int:
         self.events.append(("free", self.living.pop(address)[1]))
         return 0
+
+    def _workspace(self, stream: Any, nbytes: int) -> int:
+        assert stream == 7
+        self.events.append(("workspace", nbytes))
+        self.lent += 4096 if self.lent else 0
+        return self.lent
 
     def _is_capturing(self, stream: Any, status: Any) -> int:
         assert stream == 7
@@ -139,6 +164,10 @@ class FakeDevice:
 
 def failed(code: int) -> None:
     raise DriverError(f"code {code}")
+
+
+def no_workspace(nbytes: int) -> NoReturn:
+    raise torch.OutOfMemoryError(f"no workspace of {nbytes} bytes")
 
 
 def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards: Any) -> Program:
@@ -168,6 +197,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
             if kind == "part":
                 part = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
                 outputs.append(OutputSpec(region=region.index, layout=part, view_of=len(outputs) - 1))
+    if case.get("workspace"):
+        regions.append(Region(len(regions), "workspace", case["workspace"], 0, n))
     # Every region is named wherever it lives.
     slots = [
         Slot(node, 8 * r.index, r.index, 4 * (node % 3))
@@ -175,7 +206,9 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
         for r in regions
         if r.birth <= node < max(r.death, r.birth + 1)
     ]
-    lifetimes = [Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind) for r in regions]
+    lifetimes = [
+        Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind) for r in regions if r.kind != "workspace"
+    ]
     plan = make_plan(n, lifetimes, slack_bytes=case["slack"])
     nodes = tuple(NodeRecord("kernel", "k", (), b"") for _ in range(n))
     template = Template(nodes, tuple(regions), tuple(slots), tuple(outputs), n_in, plan)

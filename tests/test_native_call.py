@@ -47,6 +47,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "inputs": [(True, 0), *draw(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=4))],
         "memory": draw(st.lists(memory, max_size=6)),
         "slack": draw(st.sampled_from([0, 4096, 1 << 20])),
+        "workspace": draw(st.sampled_from([0, 1 << 20])),
     }
 
 
@@ -275,6 +276,56 @@ def test_memory_refused_is_asked_for_as_a_tensor_and_the_frameworks_error_shows(
         call(args)
     assert all(a is b for a, b in zip(args, before, strict=True))
     assert not device.living
+
+
+LENT = {**CASE, "workspace": 1 << 20}
+
+
+@BOTH
+def test_a_lent_workspace_is_asked_for_at_each_launch(path: Any) -> None:
+    device = FakeDevice()
+    program = made(device, LENT)
+    assert program.workspace is not None
+    region, nbytes = program.workspace
+    call = path(program)
+    assert call(arguments(program)) is not None
+    launches = [event[1] for event in device.events if event[0] == "launch"]
+    asked = [event for event in device.events if event[0] == "workspace"]
+    assert asked == [("workspace", nbytes)] * len(launches)
+    found = [bases[region] for bases in launches if region in bases]
+    assert found == [0x7000_0000 + 4096 * (i + 1) for i in range(len(launches))]
+
+
+@BOTH
+@pytest.mark.parametrize("ran", [False, True])
+def test_no_workspace(path: Any, ran: bool) -> None:
+    """Before the first launch the caller has its arguments back; later the error says that a part has run."""
+    device = FakeDevice()
+    program = made(device, LENT)
+    call = path(program)
+    if ran:
+        device.at_launch = lambda: setattr(device, "lent", 0)
+    else:
+        device.lent = 0
+    args = arguments(program)
+    before = list(args)
+    with pytest.raises(torch.OutOfMemoryError, match="no workspace of 1048576 bytes") as caught:
+        call(args)
+    assert caught.value.pgraph_launch == (0, ran)  # type: ignore[attr-defined]
+    assert device.launches == ran
+    if not ran:
+        assert all(a is b for a, b in zip(args, before, strict=True))
+    del caught
+    gc.collect()
+    assert not device.living
+
+
+def test_a_device_that_lends_none_is_left_to_python() -> None:
+    device = FakeDevice()
+    program = made(device, LENT)
+    calls = device.native_calls()
+    device.native_calls = lambda: dataclasses.replace(calls, workspace=None)  # type: ignore[method-assign]
+    assert native_program(program) is None
 
 
 def test_inputs_die_between_the_chunks() -> None:

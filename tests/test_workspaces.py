@@ -1,7 +1,8 @@
-"""What a library keeps for all its calls becomes one short-lived temporary for each op."""
+"""What a library keeps for all its calls is lent to each launch, or becomes a temporary for each op."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from pgraph.capture import build
 from pgraph.drivers.cuda import workspaces
 from pgraph.drivers.host.driver import HostDriver
+from pgraph.errors import PlanError
 from pgraph.launch.guards import Guards, TensorGuard
 from pgraph.launch.interpreter import launch_first
 from pgraph.launch.program import program_of
@@ -43,7 +45,9 @@ SLOTS = (Slot(0, 0, 0, 0), Slot(0, 8, 1, 64), Slot(1, 0, 1, 0), Slot(4, 0, 1, 0)
 def test_each_op_has_a_workspace_of_its_own() -> None:
     """Nodes 0 and 1 are one op, a reduction that reads what the product left; node 4 is another."""
     steps = (0, 2, 3, 4, 5)
-    made = build._template(recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0)
+    made = build._template(
+        HostDriver(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0
+    )
     assert [(r.index, r.kind, r.birth, r.death) for r in made.regions[3:]] == [
         (3, "temp", 0, 2),
         (4, "temp", 4, 5),
@@ -54,6 +58,43 @@ def test_each_op_has_a_workspace_of_its_own() -> None:
     assert made.regions[2].death == survives(5)
     places = [made.plan.location(region) for region in (3, 4)]
     assert places[0] == places[1], "they are never needed at once"
+
+
+class Lender(HostDriver):
+    """Lends workspaces of up to `SIZE` bytes."""
+
+    def lends_workspace(self, nbytes: int) -> bool:
+        return nbytes <= SIZE
+
+
+def test_the_one_that_is_kept_is_lent() -> None:
+    steps = (0, 2, 3, 4, 5)
+    made = build._template(
+        Lender(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0
+    )
+    assert [(r.kind, r.nbytes) for r in made.regions] == [("input", 64), ("workspace", SIZE), ("output", 64)]
+    assert made.slots == SLOTS
+    assert made.plan.peak < SIZE, "the plan counts no workspace"
+    with pytest.raises(PlanError, match="region 1 has no block"):
+        made.plan.location(1)
+
+
+def test_several_are_temporaries() -> None:
+    """Of two streams: nothing tells which of them is kept for which."""
+    found = [recording(base, (0, 5)) for base in (0, 1 << 40)]
+    found = [
+        dataclasses.replace(
+            r,
+            allocations=(
+                *r.allocations,
+                GhostAllocation(r.allocations[0].address + (6 << 20), 64, 0, None, library=True),
+            ),
+        )
+        for r in found
+    ]
+    slots = (*SLOTS, Slot(4, 16, 3, 0))
+    made = build._template(Lender(), *found, slots, frozenset(), [0], 0)
+    assert "workspace" not in {r.kind for r in made.regions}
 
 
 def test_the_helper_is_built_where_torch_has_cuda() -> None:

@@ -78,7 +78,7 @@ def build(
         second = record(driver, second_arena, fn, inputs, alignments, namespaces)
         slots = _slots(driver, first, second, constants)
         shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
-        template = _template(first, second, slots, kept_inputs, shared, slack_bytes)
+        template = _template(driver, first, second, slots, kept_inputs, shared, slack_bytes)
         execs = tuple(
             driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
             for chunk in template.plan.chunks
@@ -123,6 +123,7 @@ def _shared(inputs: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _template(
+    driver: Driver,
     a: Recording,
     b: Recording,
     slots: tuple[Slot, ...],
@@ -143,7 +144,12 @@ def _template(
             regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
-    slots = _lend(regions, slots, _workspaces(a, b), (*a.steps, n))
+    workspaces = _workspaces(a, b)
+    if len(workspaces) == 1 and driver.lends_workspace(regions[min(workspaces)].nbytes):
+        whole = min(workspaces)
+        regions[whole] = dataclasses.replace(regions[whole], kind="workspace")
+    else:
+        slots = _split(regions, slots, workspaces, (*a.steps, n))
     plan = _plan(a.order, regions, slots, shared, slack_bytes)
     return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
@@ -153,10 +159,10 @@ def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
     return frozenset(i for i, (x, y) in pairs if x.library and y.library)
 
 
-def _lend(
+def _split(
     regions: list[Region], slots: tuple[Slot, ...], workspaces: frozenset[int], steps: tuple[int, ...]
 ) -> tuple[Slot, ...]:
-    """Add to `regions` a workspace for each op that uses one; returns the slots that name them.
+    """Add to `regions` a temporary for each op that uses a workspace; returns the slots that name them.
 
     Note [A workspace for each op]
     A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
@@ -202,7 +208,7 @@ def _plan(
             r.kind,
         )
         for r in regions
-        if r.kind != "temp" or r.index in named
+        if r.kind in ("input", "output") or (r.kind == "temp" and r.index in named)
     ]
     plan = make_plan(n, lifetimes, slack_bytes=slack_bytes)
     chunks = (

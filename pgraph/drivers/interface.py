@@ -224,6 +224,9 @@ class NativeCalls:
         raw_alloc: ``int32_t (uint64_t nbytes, void **result)``, from the framework's allocator on the
             current stream; 0 is success.
         raw_free: ``int32_t (void *memory)``.
+        workspace: ``uint64_t (void *stream, uint64_t nbytes)``, as `Driver.workspace`, but 0 where that
+            raises. Or None.
+        no_workspace: (bytes) -> never: raises what `Driver.workspace` does.
         capturing: ``int (void *stream, int *status)``: writes whether the stream is being captured;
             0 is no. Or None.
         failed: (error code of a launch) -> never: raises.
@@ -237,6 +240,8 @@ class NativeCalls:
     raw_free: int
     capturing: int | None
     failed: Callable[[int], None]
+    workspace: int | None = None
+    no_workspace: Callable[[int], None] | None = None
 
 
 class Driver(abc.ABC):
@@ -276,6 +281,22 @@ class Driver(abc.ABC):
     def workspaces(self) -> frozenset[int]:
         """First bytes of blocks among it that libraries keep for streams other than the capture's."""
         return frozenset()
+
+    def lends_workspace(self, nbytes: int) -> bool:
+        """Whether launches may use the workspace that a library keeps, as its own calls do."""
+        return False
+
+    def workspace(self, stream: int, nbytes: int) -> int:
+        """Address of the workspace that a library keeps for this thread and its current stream.
+
+        Args:
+            stream: raw handle of the current stream.
+            nbytes: that it must have.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, and no memory for it.
+        """
+        raise NotImplementedError(f"driver {self.name} lends no workspace")
 
     @abc.abstractmethod
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -71,6 +71,9 @@ def _launch(
                 for region, offset in block.tenants:
                     bases[region] = address + offset
             if chunk.exec is not None:
+                if program.workspace is not None:  # at each launch: others may drop it in between
+                    region, nbytes = program.workspace
+                    bases[region] = driver.workspace(stream, nbytes)
                 rewritten += chunk.exec.launch(bases, stream)
                 ran = True
             for number in chunk.free:

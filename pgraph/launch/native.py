@@ -59,6 +59,8 @@ def native_program(program: Program) -> Any:
     execs = [chunk.exec for chunk in program.chunks if chunk.exec is not None]
     if module is None or calls is None or any(e.entry is None for e in execs):
         return None
+    if program.workspace is not None and calls.device.workspace is None:
+        return None
     if any(getattr(module, source.name) != source for source in Source):
         raise SystemError("launch/program.py and native/launch.c number the sources differently")
     return module.program(program, calls)

@@ -96,6 +96,7 @@ class Program:
         chunks: in the order of their launches.
         results: in the order of the partition's results; each may stand on earlier ones.
         n_regions, n_blocks: of the template's plan. The first regions are the inputs.
+        workspace: (region, bytes) of the workspace that a library lends to each launch, or None.
         built: the template and the execs, which the program keeps alive (Note [Freed by reference]).
     """
 
@@ -104,6 +105,7 @@ class Program:
     results: tuple[Result, ...]
     n_regions: int
     n_blocks: int
+    workspace: tuple[int, int] | None
     built: Built
 
 
@@ -124,7 +126,9 @@ def program_of(built: Built, guards: Guards) -> Program:
     )
     # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
     assert len(chunks) < 2 or all(chunk.exec is not None for chunk in chunks), "a chunk without nodes"
-    return Program(guards, chunks, results, len(template.regions), len(template.plan.blocks), built)
+    lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
+    n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
+    return Program(guards, chunks, results, n_regions, n_blocks, lent, built)
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:

@@ -26,6 +26,7 @@ typedef int32_t (*fn_alloc)(uint64_t nbytes, void **result);
 typedef int32_t (*fn_free)(void *memory);
 typedef int64_t (*fn_launch)(const void *exec, void *stream, const uint64_t *bases);
 typedef int (*fn_capturing)(void *stream, int *status);
+typedef uint64_t (*fn_workspace)(void *stream, uint64_t nbytes);
 
 typedef struct { /* a device tensor among the arguments */
     Py_ssize_t position;
@@ -83,7 +84,9 @@ typedef struct {
     pg_trait *traits;
     pg_chunk *chunks;
     pg_result *results;
-    PyObject *handles_of, *empty, *failed, *current_stream, *current_device, *device;
+    PyObject *handles_of, *empty, *failed, *no_workspace, *current_stream, *current_device, *device;
+    int64_t workspace; /* its region; -1: there is none */
+    uint64_t workspace_nbytes;
     PyTypeObject *tensor_type;
     Py_ssize_t tensor_offset; /* 0: not known, see Note [Handles in place] */
     void *tensor_class;
@@ -94,6 +97,7 @@ typedef struct {
     fn_free raw_free;
     fn_launch launch;
     fn_capturing capturing;
+    fn_workspace workspace_of;
 } pg_program;
 
 typedef struct { /* of one call */
@@ -281,6 +285,21 @@ static void drop(const pg_program *p, pg_frame *f, int64_t block)
     }
 }
 
+/* Has the workspace's slots take today's address. It is asked for at each launch: others may drop it. */
+static int bind_workspace(const pg_program *p, pg_frame *f, void *stream)
+{
+    uint64_t address = p->workspace_of(stream, p->workspace_nbytes);
+    if (!address) {
+        PyObject *none = PyObject_CallFunction(p->no_workspace, "K", (unsigned long long)p->workspace_nbytes);
+        Py_XDECREF(none); /* it raises */
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_SystemError, "there is no workspace and nobody said why");
+        return -1;
+    }
+    f->bases[p->workspace] = address;
+    return 0;
+}
+
 /* Nodes rewritten, or -1 with a Python error; `launched`: how many launches went through. */
 static int64_t run_chunks(const pg_program *p, pg_frame *f, void *stream, int *launched)
 {
@@ -292,6 +311,8 @@ static int64_t run_chunks(const pg_program *p, pg_frame *f, void *stream, int *l
                 return -1;
         if (chunk->exec) {
             int64_t code;
+            if (p->workspace >= 0 && bind_workspace(p, f, stream))
+                return -1;
             /* A launch may wait for room in the device's queue. */
             Py_BEGIN_ALLOW_THREADS
             code = p->launch(chunk->exec, stream, f->bases);
@@ -649,6 +670,8 @@ static int read_calls(pg_program *p, PyObject *calls)
     p->raw_alloc = (fn_alloc)address_field(device, "raw_alloc");
     p->raw_free = (fn_free)address_field(device, "raw_free");
     p->capturing = (fn_capturing)address_field(device, "capturing");
+    p->workspace_of = (fn_workspace)address_field(device, "workspace");
+    p->no_workspace = field(device, "no_workspace");
     p->handles_of = field(calls, "handles_of");
     p->dim = (fn_read)address_field(calls, "dim");
     p->size = (fn_read)address_field(calls, "size");
@@ -660,6 +683,17 @@ static int read_calls(pg_program *p, PyObject *calls)
     p->tensor_offset = (Py_ssize_t)number_field(calls, "tensor_offset");
     p->tensor_class = address_field(calls, "tensor_class");
     return PyErr_Occurred() ? -1 : 0;
+}
+
+static int read_workspace(pg_program *p, PyObject *lent)
+{
+    long long region = -1;
+    unsigned long long nbytes = 0;
+    if (!lent || (lent != Py_None && !PyArg_ParseTuple(lent, "LK", &region, &nbytes)))
+        return -1;
+    p->workspace = region;
+    p->workspace_nbytes = nbytes;
+    return lent == Py_None || (region >= 0 && region < p->n_regions && p->workspace_of) ? 0 : -1;
 }
 
 /* program(Program, Calls) -> what `call` runs */
@@ -677,7 +711,8 @@ static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
     p->calls = Py_NewRef(given[1]);
     p->n_regions = (Py_ssize_t)number_field(p->source, "n_regions");
     p->n_blocks = (Py_ssize_t)number_field(p->source, "n_blocks");
-    if (PyErr_Occurred() || read_calls(p, p->calls) || read_guards(p, field(p->source, "guards")) ||
+    if (PyErr_Occurred() || read_calls(p, p->calls) ||
+        read_workspace(p, field(p->source, "workspace")) || read_guards(p, field(p->source, "guards")) ||
         read_chunks(p, tuple_field(p->source, "chunks")) || read_results(p, tuple_field(p->source, "results")) ||
         PyErr_Occurred()) {
         if (!PyErr_Occurred())

@@ -93,9 +93,11 @@ def load_workspaces() -> ctypes.CDLL | None:
     root = pathlib.Path(torch.__file__).parent
     try:
         header = root / "include" / "ATen" / "cuda" / "CUDAContextLight.h"
-        struct = re.search(r"^struct WorkspaceMapWithMutex \{.*?^\};$", header.read_text(), re.M | re.S)
-        if struct is None:
-            raise OSError(f"{header} declares no WorkspaceMapWithMutex")
+        declared = header.read_text()
+        struct = re.search(r"^struct WorkspaceMapWithMutex \{.*?^\};$", declared, re.M | re.S)
+        handle = re.search(r"cublasHandle_t (getCurrentCUDABlasHandle\(.*?\);)", declared, re.S)
+        if struct is None or handle is None:
+            raise OSError(f"{header} declares no WorkspaceMapWithMutex, or no getCurrentCUDABlasHandle")
         path = _build(
             "workspaces.cpp",
             "-std=c++17",
@@ -104,7 +106,7 @@ def load_workspaces() -> ctypes.CDLL | None:
             "-ltorch_cuda",
             "-lc10",
             tag=f"-{torch.__version__}",
-            header=("WORKSPACE_MAP", struct.group()),
+            header=("WORKSPACE_MAP", f"{struct.group()}\ncublasContext* {handle.group(1)}\n"),
         )
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
@@ -112,6 +114,8 @@ def load_workspaces() -> ctypes.CDLL | None:
         return None
     library.pg_drop_workspaces.restype = ctypes.c_int64
     library.pg_drop_workspaces.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
+    library.pg_current_workspace.restype = ctypes.c_uint64
+    library.pg_current_workspace.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     library.pg_workspaces.restype = ctypes.c_int64
     library.pg_workspaces.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
     return library

@@ -15,12 +15,15 @@ from pgraph.text import amount
 
 __all__ = ["Region", "Slot", "Template"]
 
-RegionKind = Literal["input", "output", "temp"]
+RegionKind = Literal["input", "output", "temp", "workspace"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """A contiguous address range with one owner, and its lifetime in node order."""
+    """A contiguous address range with one owner, and its lifetime in node order.
+
+    A workspace is kept by a library and lent at each launch; all others are in the plan.
+    """
 
     index: int
     kind: RegionKind

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from pgraph.capture import record
 from pgraph.drivers import choice
+from pgraph.native import libraries
 from pgraph.runtime import admission
 from pgraph.template import match
 
@@ -271,6 +272,7 @@ _TWO_RECORDINGS = """
 import os, sys, torch
 from pgraph.capture.record import record
 from pgraph.drivers import choice
+from pgraph.native import libraries
 if sys.argv[1:] == ["uncured"]:
     from pgraph.drivers.cuda import workspaces
     workspaces.drop = lambda stream, arena: None
@@ -322,7 +324,7 @@ def test_first_product_of_a_fresh_thread() -> None:
 
 
 def test_split_products_on_two_streams_at_once() -> None:
-    """Hazard 11: each launch has a workspace of its own, so that two may run side by side."""
+    """Hazard 11: each launch uses the workspace of its stream, so that two may run side by side."""
     first = compile_pgraph(lambda a, b: (a @ b) * 1, codegen="aten")
     second = compile_pgraph(lambda a, b: (a @ b) * 2, codegen="aten")
     a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
@@ -341,6 +343,55 @@ def test_split_products_on_two_streams_at_once() -> None:
             bad[1] += (second(c, d) != two).sum()
     torch.cuda.synchronize()
     assert bad.tolist() == [0, 0], f"wrong elements per stream: {bad.tolist()}{explain()}"
+
+
+def test_split_products_of_two_threads_on_one_stream() -> None:
+    """Hazard 11: each thread has a workspace of its own, captured or not."""
+    compiled = compile_pgraph(lambda a, b: (a @ b) * 1, codegen="aten")
+    a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        want = compiled(a, b)
+    assert_launched(2)
+    bad = torch.zeros(2, device=DEVICE, dtype=torch.int64)
+
+    def launches() -> None:
+        for _ in range(300):
+            bad[0] += (compiled(a, b) != want).sum()
+
+    def products() -> None:
+        for _ in range(300):
+            bad[1] += ((a @ b) != want).sum()
+
+    threads = [threading.Thread(target=work) for work in (launches, products)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert bad.tolist() == [0, 0], f"wrong elements: {bad.tolist()}{explain()}"
+
+
+def test_the_workspace_that_is_kept_is_the_one_that_launches_use() -> None:
+    """And after somebody dropped it, a new one is made, as by an uncaptured product."""
+    if libraries.load_workspaces() is None:
+        pytest.skip("no C++ compiler")
+    compiled = compile_pgraph(lambda a, b: (a @ b) * 1, codegen="aten")
+    a, b = randn(64, 65536, dtype=torch.bfloat16), randn(65536, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        want = compiled(a, b)
+    assert_launched(2)
+    (template,) = (x.template for x in built())
+    (lent,) = (r for r in template.regions if r.kind == "workspace")
+    assert lent.nbytes == 32 << 20
+    assert template.plan.peak < lent.nbytes
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    assert same_bits(compiled(a, b), want)
+    assert torch.cuda.memory_allocated() - before >= lent.nbytes
+    assert same_bits(a @ b, want)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])

@@ -14,11 +14,13 @@ Memory that ops allocate comes from a `MemPool` over the ghost allocator. As soo
 used, the next op gets a fresh one, so that nothing freed earlier can be handed out again
 (Note [Addresses are never reused]), and the address alone tells which op an allocation belongs to.
 
-Note [cuBLAS workspace is a temporary]
-cuBLAS takes its workspace from the allocator, one per handle and stream. The capture stream belongs
-to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
-workspace as ghost memory and it becomes an ordinary temporary of the template: rebindable, safe on
-any stream, and not kept. How they are dropped: `pgraph.drivers.cuda.workspaces`.
+Note [cuBLAS's workspace]
+PyTorch keeps a workspace for cuBLAS, one per handle (and so per thread) and stream. The capture stream
+belongs to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
+workspace as ghost memory, and it becomes a region: rebindable, and safe on any stream. A launch binds it to
+the one that PyTorch keeps for the thread and the stream that it is launched from, as an uncaptured product
+does. Where that cannot be asked for (it takes the helper in C++), or where a recording has several, it is a
+temporary of the plan. How they are found and dropped: `pgraph.drivers.cuda.workspaces`.
 """
 
 from __future__ import annotations
@@ -204,6 +206,12 @@ class CudaDriver(Driver):
     def workspaces(self) -> frozenset[int]:
         return workspaces.kept()
 
+    def lends_workspace(self, nbytes: int) -> bool:
+        return workspaces.lends(self.current_stream(), nbytes)
+
+    def workspace(self, stream: int, nbytes: int) -> int:
+        return workspaces.current(stream, nbytes)
+
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined]  # no stub
 
@@ -309,6 +317,8 @@ def _native_calls(index: int) -> NativeCalls | None:
         raw_free=address_of(free),
         capturing=address_of(capturing),
         failed=_launch_failed,
+        workspace=workspaces.address_of_current(),
+        no_workspace=workspaces.no_memory,
     )
 
 

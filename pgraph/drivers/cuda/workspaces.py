@@ -1,4 +1,4 @@
-"""Gives back the workspaces that cuBLAS took during a capture, and no others.
+"""Finds cuBLAS's workspaces for launches, and gives back those of a capture, but no others.
 
 Note [Others' workspaces]
 PyTorch keeps cuBLAS's workspaces, one per handle and stream, and its Python interface can only drop those of
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,16 @@ from pgraph.errors import CaptureError
 from pgraph.native import libraries
 from pgraph.reasons import Reason
 
-__all__ = ["drop", "instances", "kept", "refuse_foreign_graphs"]
+__all__ = [
+    "address_of_current",
+    "current",
+    "drop",
+    "instances",
+    "kept",
+    "lends",
+    "no_memory",
+    "refuse_foreign_graphs",
+]
 
 
 def drop(stream: int, arena: Arena) -> None:
@@ -37,6 +46,45 @@ def drop(stream: int, arena: Arena) -> None:
         torch._C._cuda_clearCublasWorkspaces()
     else:
         library.pg_drop_workspaces(stream, arena.low, arena.high)
+
+
+def lends(stream: int, nbytes: int) -> bool:
+    """Whether PyTorch keeps a workspace of so many bytes for this thread and its current stream."""
+    library = libraries.load_workspaces()
+    address = library.pg_current_workspace(stream, nbytes) if library is not None else 0
+    return any(
+        block["address"] == address and block["size"] >= nbytes
+        for segment in (torch.cuda.memory_snapshot(include_traces=False) if address else ())
+        for block in segment["blocks"]
+    )
+
+
+def current(stream: int, nbytes: int) -> int:
+    """Address of that workspace; it is made if there is none.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for it.
+    """
+    library = libraries.load_workspaces()
+    address = library.pg_current_workspace(stream, nbytes) if library is not None else 0
+    if not address:
+        no_memory(nbytes)
+    return int(address)
+
+
+def address_of_current() -> int | None:
+    """Of the C function behind `current`, which returns 0 where that raises."""
+    library = libraries.load_workspaces()
+    return libraries.address_of(library.pg_current_workspace) if library is not None else None
+
+
+def no_memory(nbytes: int) -> NoReturn:
+    """Say that there is no workspace.
+
+    Raises:
+        torch.OutOfMemoryError: always.
+    """
+    raise torch.OutOfMemoryError(f"no memory for cuBLAS's workspace of {nbytes} bytes")
 
 
 def kept() -> frozenset[int]:
