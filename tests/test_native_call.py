@@ -278,6 +278,37 @@ def test_memory_refused_is_asked_for_as_a_tensor_and_the_frameworks_error_shows(
     assert not device.living
 
 
+SMALL = {
+    "nodes": 6,
+    "inputs": [(True, 0)],
+    "memory": [("temp", i % 4, 2, 5 + i) for i in range(12)] + [("output", 5, 0, 4), ("temp", 1, 1, 1 << 15)],
+    "slack": 1 << 30,
+}
+
+
+@BOTH
+def test_small_blocks_of_a_chunk_come_in_one_piece(path: Any) -> None:
+    device = FakeDevice()
+    program = made(device, SMALL)
+    call = path(program)
+    assert call(arguments(program)) is not None
+    blocks = program.built.template.plan.blocks
+    small = [b for b in blocks if b.nbytes <= 512 << 10]
+    assert len(small) > 3, "one chunk, and more than one block"
+    sizes = [event[1] for event in device.events if event[0] == "alloc"]
+    assert len(sizes) == 3, f"the result, the large temporary, and all others: {sizes}"
+    assert not device.living
+    (bases,) = (event[1] for event in device.events if event[0] == "launch")
+    regions = [r for r in program.built.template.regions if r.kind == "temp"]
+    for a in regions:
+        for b in regions:
+            if a.index < b.index and a.birth < b.death and b.birth < a.death:
+                apart = (
+                    bases[a.index] + a.nbytes <= bases[b.index] or bases[b.index] + b.nbytes <= bases[a.index]
+                )
+                assert apart, f"regions {a} and {b} share bytes"
+
+
 LENT = {**CASE, "workspace": 1 << 20}
 
 

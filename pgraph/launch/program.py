@@ -18,6 +18,7 @@ from pgraph.capture.build import Built
 from pgraph.compat import lazily, reinterpret
 from pgraph.drivers.interface import Exec
 from pgraph.launch.guards import Guards
+from pgraph.template.plan import GRANULE, Chunk
 from pgraph.template.recording import OutputSpec, TensorSpec
 
 __all__ = ["Allocation", "ChunkLaunch", "Program", "Result", "Source", "program_of", "view"]
@@ -25,10 +26,10 @@ __all__ = ["Allocation", "ChunkLaunch", "Program", "Result", "Source", "program_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """One block of memory, allocated before a chunk is launched.
+    """One block of memory, allocated before a chunk is launched, or several in one piece.
 
     Args:
-        block: its number.
+        block: its number; of the first, if there are several.
         size, stride, dtype: of the tensor that is allocated.
         raw: bytes, if no result lies in the block, so that it needs no tensor; else 0.
         tenants: (region, bytes from the block's start) of each region that lives in it.
@@ -109,6 +110,10 @@ class Program:
     built: Built
 
 
+_SMALL = 512 << 10
+_PIECE = 1 << 20  # more than that comes from another pool of the allocator, whose pieces are larger
+
+
 def program_of(built: Built, guards: Guards) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold."""
     template = built.template
@@ -116,11 +121,10 @@ def program_of(built: Built, guards: Guards) -> Program:
     results = tuple(_result(built, spec, direct) for spec in template.outputs)
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     chunks = tuple(
-        ChunkLaunch(
-            tuple(_allocation(built, block, direct, with_tensor) for block in chunk.allocate),
+        _chunk(
+            [_allocation(built, block, direct, with_tensor) for block in chunk.allocate],
             built.execs[i] if chunk.last > chunk.first else None,
-            chunk.free,
-            chunk.release,
+            chunk,
         )
         for i, chunk in enumerate(template.plan.chunks)
     )
@@ -129,6 +133,34 @@ def program_of(built: Built, guards: Guards) -> Program:
     lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
     n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
     return Program(guards, chunks, results, n_regions, n_blocks, lent, built)
+
+
+def _chunk(allocations: list[Allocation], exec: Exec | None, chunk: Chunk) -> ChunkLaunch:
+    """One launch, whose small blocks that die with it are allocated in few pieces.
+
+    Each call of the allocator takes the host a microsecond or more, for a block of 512 bytes, too.
+    """
+    pieces: list[Allocation] = []
+    joined: set[int] = set()
+    last = -1  # the piece that may still grow
+    for one in allocations:
+        if not 0 < one.raw <= _SMALL or one.block not in chunk.free:
+            pieces.append(one)
+        elif last >= 0 and pieces[last].raw + one.raw <= _PIECE:
+            pieces[last] = _join(pieces[last], one)
+            joined.add(one.block)
+        else:
+            last = len(pieces)
+            pieces.append(one)
+    return ChunkLaunch(tuple(pieces), exec, tuple(b for b in chunk.free if b not in joined), chunk.release)
+
+
+def _join(piece: Allocation, one: Allocation) -> Allocation:
+    """`one` behind `piece`; both are bytes, in multiples of what the allocator aligns to."""
+    assert piece.raw % GRANULE == 0, piece
+    tenants = tuple((region, piece.raw + offset) for region, offset in one.tenants)
+    nbytes = piece.raw + one.raw
+    return Allocation(piece.block, (nbytes,), (1,), torch.uint8, nbytes, piece.tenants + tenants)
 
 
 def _direct_outputs(built: Built) -> dict[int, TensorSpec]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_helpers import compile_pgraph
 from hypothesis import HealthCheck, assume, given, seed, settings
 from support_fuzz import Program, check, programs
 
@@ -20,8 +21,7 @@ PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "56"))
 
 
 def _on_gpu(fn: Any, dynamic: bool | None) -> Any:
-    options = {"driver": "cuda", "codegen": "aten", "min_ops": 1, "warmup": 1}
-    return torch.compile(fn, backend="pgraph", dynamic=dynamic, options=options)
+    return compile_pgraph(fn, dynamic=dynamic, driver="cuda", codegen="aten", min_ops=1, warmup=1)
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

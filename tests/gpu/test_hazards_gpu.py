@@ -213,6 +213,7 @@ def _(x: Tensor) -> Tensor:
 
 def test_a_fill_of_memory_from_elsewhere_stays_where_it_is() -> None:
     """Hazard 7, other side: a node that no launch changes must not be left pointing at somebody's memory."""
+    torch.zeros(1, device=DEVICE)  # a context
     code, scratch = cu.cuMemAlloc(SCRATCH_BYTES)
     assert code == cu.CUresult.CUDA_SUCCESS
     _scratch[:] = [int(scratch)]

@@ -132,7 +132,7 @@ def test_peak_of_a_whole_model_step_is_inductors() -> None:
     compiled = compile_pgraph(model)
     mine = _peak(model, compiled, steps=5)
     assert_launched(2)
-    limit = inductor * 1.01 + pgraph.list_options()["memory_slack_mb"] * MB
+    limit = inductor * 1.02 + pgraph.list_options()["memory_slack_mb"] * MB
     chunks = [[c.held // MB for c in b.template.plan.chunks] for b in built()]
     assert mine <= limit, (
         f"peak {mine / MB:.1f} MiB, Inductor {inductor / MB:.1f}; held per chunk {chunks}{explain()}"
