@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    backends = list(schema.CHOICES["backend"])
+    backends = list(schema.BACKENDS)
     add("--config", type=config_name, default="16x1024", metavar="NAME", help="its own batch is not used")
     add("--scope", choices=schema.CHOICES["scope"], default="block")
     add("--backends", nargs="+", choices=backends, default=["eager", "inductor", "reduce-overhead", "pgraph"])

@@ -5,8 +5,8 @@
     python bench/launch.py --turns                                # calls of one size, and of two in turn
 
 Host time, not the device's: the device is drained before each step. Each backend runs in a process of its
-own. For pgraph each partition has a row: what it allocates and launches, and the microseconds of its calls.
-"Native" is the time within the launch path in C, where there is one; what is left is Python around it.
+own. For pgraph each partition has a row: what it allocates and launches, the microseconds of its calls (the
+median), and those of the launch path in C by what they go into (the mean; 0 where there is no such path).
 """
 
 from __future__ import annotations
@@ -103,11 +103,6 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
     watched = Watched()
     live = [p for p in registry.live_capturable() if p.template() is not None]
     real = partition_runner.PartitionRunner.__call__
-    before = {p.name: p.stats.launches for p in live}
-    for partition in live:
-        captured = partition._cache.captured
-        if captured.native is not None:
-            captured.launch = watched.around(captured.launch, f"{partition.name} native")
 
     def call(self: Any, args: list[Any]) -> Any:
         return watched.around(real, self.name)(self, args)
@@ -117,10 +112,16 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
         phases(trainer, device, steps)
     finally:
         partition_runner.PartitionRunner.__call__ = real  # type: ignore[method-assign]
+    before = {p.name: p.stats.launches for p in live}
+    for partition in live:
+        native_times(partition, True)
+    phases(trainer, device, steps)
     rows = []
     for partition in live:
         template = partition.template()
         assert template is not None
+        launches = partition.stats.launches - before[partition.name]
+        spent = native_times(partition, False)
         rows.append(
             {
                 "partition": partition.name,
@@ -129,12 +130,23 @@ def partitions(trainer: Trainer, device: Device, steps: int) -> list[dict[str, A
                 "blocks": len(template.plan.blocks),
                 "chunks": len(template.plan.chunks),
                 "nodes": len(template.nodes),
-                "launches/step": (partition.stats.launches - before[partition.name]) / steps,
+                "launches/step": launches / steps,
                 "us/call": watched.median(partition.name),
-                "native us": watched.median(f"{partition.name} native"),
+                **{f"{phase} us": ns / 1e3 / max(launches, 1) for phase, ns in spent.items()},
             }
         )
     return rows
+
+
+def native_times(partition: Any, on: bool) -> dict[str, int]:
+    """Nanoseconds of a partition's launches in C by phase, since they were timed; times them from now on."""
+    from pgraph.launch.native import PHASES, time_calls
+
+    spent: collections.Counter[str] = collections.Counter(dict.fromkeys(PHASES, 0))
+    for specialization in partition._cache.captured.specializations:
+        if specialization.native is not None:
+            spent.update(time_calls(specialization.native, on))
+    return dict(spent)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    backends = list(schema.CHOICES["backend"])
+    backends = list(schema.BACKENDS)
     names = f"any of {', '.join(WORKLOADS)}, or {PATTERNS}"
     default = GPU_CONFIGS if on_gpu else ["cpu-tiny"]
     add("--configs", nargs="+", type=config_name, metavar="NAME", default=default, help=names)

@@ -13,7 +13,7 @@ import schema
 File = dict[str, Any]
 Row = dict[str, Any]
 
-BACKENDS = schema.CHOICES["backend"]
+BACKENDS = schema.BACKENDS
 _MEASUREMENT = ("config", "mode", "scope", "alloc_conf", "deterministic")
 _RUN = (*_MEASUREMENT, "commit", "date")
 

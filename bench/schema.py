@@ -33,10 +33,11 @@ DEFAULT_ALLOC_CONF = "default"
 EXPANDABLE = "expandable_segments:True"
 COLD_CACHE = "empty at first"
 
+BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    "backend": ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph"),
+    "backend": (*BACKENDS, "cudagraphs", "replay"),  # the last two in launch_rows.py alone
 }
 
 # What a row of each benchmark must carry. Figures may be None (a CPU has no reserved memory), but not
@@ -69,6 +70,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "params_mb",
         "batch",
     ),
+    "launch": ("us", "least", "most", "changed"),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",

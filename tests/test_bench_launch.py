@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import subprocess
@@ -36,3 +37,20 @@ def test_a_failing_backend_is_told() -> None:
     assert done.returncode == 1
     assert "no-such failed" in done.stderr
     assert "'no-such' is unknown" in done.stderr
+
+
+def test_rows_and_growth(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, str(BENCH / "launch_rows.py"), "--sizes", "4,3,6", "--growth", "5"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "launch-cpu.json").read_text())["rows"]
+    found = {row["config"]: row for row in rows}
+    assert list(found) == [
+        "4-3-6-changed-0",
+        "4-3-6-changed-10",
+        "4-3-6-changed-100",
+        "10-5-5-changed-0",
+    ]
+    assert all(0 < row["least"] <= row["us"] <= row["most"] for row in rows)
+    assert found["4-3-6-changed-100"]["rewritten"] == 6
+    assert (tmp_path / "launch-cpu.svg").exists()

@@ -22,7 +22,7 @@ from pgraph import compat
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
 from pgraph.launch.interpreter import Launched, launch_first
-from pgraph.launch.native import native_launch, native_program
+from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.launch.program import Program, Result, Source, view
 from pgraph.native import libraries, structs
 
@@ -307,6 +307,22 @@ def test_small_blocks_of_a_chunk_come_in_one_piece(path: Any) -> None:
                     bases[a.index] + a.nbytes <= bases[b.index] or bases[b.index] + b.nbytes <= bases[a.index]
                 )
                 assert apart, f"regions {a} and {b} share bytes"
+
+
+def test_calls_are_timed_while_it_is_switched_on() -> None:
+    device = FakeDevice()
+    program = native_program(made(device, CASE))
+    call = native_launch([program])
+    assert call is not None
+    args = arguments(made(FakeDevice(), CASE))
+    assert call(list(args)) is not None
+    assert set(time_calls(program, True).values()) == {0}, "timed before it was switched on"
+    assert call(list(args)) is not None
+    spent = time_calls(program, False)
+    assert list(spent) == list(PHASES)
+    assert all(ns > 0 for ns in spent.values()), spent
+    assert call(list(args)) is not None
+    assert set(time_calls(program, False).values()) == {0}, "timed after it was switched off"
 
 
 LENT = {**CASE, "workspace": 1 << 20}

@@ -20,7 +20,10 @@ from pgraph.launch.interpreter import Launched
 from pgraph.launch.program import Program, Source
 from pgraph.native import libraries
 
-__all__ = ["Calls", "NativeLaunch", "native_launch", "native_program"]
+__all__ = ["PHASES", "Calls", "NativeLaunch", "native_launch", "native_program", "time_calls"]
+
+PHASES = ("guards", "allocate", "launch", "free", "results")
+"""Of a launch in C: look at the arguments; allocate blocks; rewrite nodes and launch; free; make results."""
 
 NativeLaunch = Callable[[list[Any]], "Launched | None"]
 
@@ -79,6 +82,18 @@ def native_launch(programs: Sequence[Any]) -> NativeLaunch | None:
         return None
     module = libraries.load_call()
     return functools.partial(module.call, tuple(programs)) if module is not None else None
+
+
+def time_calls(program: Any, on: bool) -> dict[str, int]:
+    """Nanoseconds that each phase took since timing was switched on; switches it on, or off.
+
+    Args:
+        program: made by `native_program`.
+        on: whether the calls that follow are timed, which takes each of them half a microsecond more.
+    """
+    module = libraries.load_call()
+    assert module is not None, "there is a program only where there is the module"
+    return dict(zip(PHASES, module.time_calls(program, on), strict=True))
 
 
 def _calls(driver: Driver) -> Calls | None:

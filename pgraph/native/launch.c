@@ -14,11 +14,15 @@
  * costs more than all the reading. A tensor's Python object holds the C++ one itself, at an offset that is
  * found by looking, once (`pgraph.compat.tensor_layout`). Each use checks that what lies there points to an
  * object of the class that was seen there; where it does not, the capsules serve.
+ *
+ * time_calls(program, on) starts to add up where the nanoseconds of the following calls go, or stops and
+ * returns them, in the order of PHASES.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef int32_t (*fn_read)(void *tensor, void *result);
 typedef int32_t (*fn_delete)(void *tensor);
@@ -75,6 +79,8 @@ typedef struct {
     PyObject *args; /* of `make`, after the owner */
 } pg_result;
 
+enum { GUARDS, ALLOCATE, LAUNCH, FREE, RESULTS, N_PHASES };
+
 typedef struct {
     PyObject *source, *calls; /* everything borrowed below is owned by these, and so are the execs */
     Py_ssize_t n_inputs, n_values, n_traits, n_chunks, n_results, n_regions, n_blocks;
@@ -98,6 +104,8 @@ typedef struct {
     fn_launch launch;
     fn_capturing capturing;
     fn_workspace workspace_of;
+    int timed;
+    uint64_t spent[N_PHASES]; /* nanoseconds, since timing was switched on */
 } pg_program;
 
 typedef struct { /* of one call */
@@ -107,6 +115,24 @@ typedef struct { /* of one call */
 } pg_frame;
 
 static PyObject *name_data_ptr;
+
+static uint64_t now(const pg_program *p)
+{
+    struct timespec t;
+    if (!p->timed || clock_gettime(CLOCK_MONOTONIC, &t))
+        return 0;
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* What has passed since `mark` went into this phase; the next one begins. */
+static void spend(pg_program *p, int phase, uint64_t *mark)
+{
+    if (!p->timed)
+        return;
+    uint64_t today = now(p);
+    p->spent[phase] += today - *mark;
+    *mark = today;
+}
 
 /* -- are the arguments right? ---------------------------------------------------------------- */
 
@@ -301,7 +327,7 @@ static int bind_workspace(const pg_program *p, pg_frame *f, void *stream)
 }
 
 /* Nodes rewritten, or -1 with a Python error; `launched`: how many launches went through. */
-static int64_t run_chunks(const pg_program *p, pg_frame *f, void *stream, int *launched)
+static int64_t run_chunks(pg_program *p, pg_frame *f, void *stream, int *launched, uint64_t *mark)
 {
     int64_t rewritten = 0;
     for (Py_ssize_t c = 0; c < p->n_chunks; c++) {
@@ -309,6 +335,7 @@ static int64_t run_chunks(const pg_program *p, pg_frame *f, void *stream, int *l
         for (Py_ssize_t i = 0; i < chunk->n_allocs; i++)
             if (allocate(p, &chunk->allocs[i], f))
                 return -1;
+        spend(p, ALLOCATE, mark);
         if (chunk->exec) {
             int64_t code;
             if (p->workspace >= 0 && bind_workspace(p, f, stream))
@@ -327,10 +354,12 @@ static int64_t run_chunks(const pg_program *p, pg_frame *f, void *stream, int *l
             rewritten += code;
             *launched += 1;
         }
+        spend(p, LAUNCH, mark);
         for (Py_ssize_t i = 0; i < chunk->n_frees; i++)
             drop(p, f, chunk->frees[i]);
         for (Py_ssize_t i = 0; i < chunk->n_releases; i++)
             Py_CLEAR(f->inputs[chunk->releases[i]]);
+        spend(p, FREE, mark);
     }
     return rewritten;
 }
@@ -382,15 +411,16 @@ static void note_failure(Py_ssize_t index, int ran)
     PyErr_Restore(type, value, traceback);
 }
 
-static PyObject *run(const pg_program *p, Py_ssize_t index, PyObject *args, pg_frame *f, void *stream)
+static PyObject *run(pg_program *p, Py_ssize_t index, PyObject *args, pg_frame *f, void *stream, uint64_t *mark)
 {
     for (Py_ssize_t i = 0; i < p->n_inputs; i++) {
         f->inputs[i] = Py_NewRef(PyList_GET_ITEM(args, p->inputs[i].position));
         PyList_SetItem(args, p->inputs[i].position, Py_NewRef(Py_None));
     }
     int launched = 0;
-    int64_t rewritten = run_chunks(p, f, stream, &launched);
+    int64_t rewritten = run_chunks(p, f, stream, &launched, mark);
     PyObject *results = rewritten < 0 ? NULL : results_of(p, f);
+    spend(p, RESULTS, mark);
     if (rewritten < 0 && !launched) /* nothing has run: the caller gets its arguments back */
         for (Py_ssize_t i = 0; i < p->n_inputs; i++)
             if (f->inputs[i])
@@ -404,6 +434,7 @@ static PyObject *run(const pg_program *p, Py_ssize_t index, PyObject *args, pg_f
     for (Py_ssize_t i = p->n_blocks; i-- > 0;)
         drop(p, f, i);
     PyErr_Restore(type, value, traceback);
+    spend(p, FREE, mark);
     return results ? Py_BuildValue("(NLn)", results, (long long)rewritten, index) : NULL;
 }
 
@@ -418,10 +449,12 @@ static PyObject *try_program(pg_program *p, Py_ssize_t index, PyObject *args)
     pg_frame f = {(PyObject **)memory, (PyObject **)memory + p->n_inputs, memory + p->n_inputs + p->n_blocks,
                   (uint64_t *)(memory + p->n_inputs + 2 * p->n_blocks)};
     void *stream = NULL;
+    uint64_t mark = now(p);
     int right = matches(p, args, f.bases);
     if (right > 0)
         right = ready(p, &stream);
-    PyObject *done = right < 0 ? NULL : right ? run(p, index, args, &f, stream) : Py_NewRef(Py_None);
+    spend(p, GUARDS, &mark);
+    PyObject *done = right < 0 ? NULL : right ? run(p, index, args, &f, stream, &mark) : Py_NewRef(Py_None);
     PyMem_Free(memory);
     return done;
 }
@@ -726,9 +759,29 @@ static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
     return capsule;
 }
 
+/* time_calls(program, on) -> nanoseconds of each phase since it was switched on */
+static PyObject *time_calls(PyObject *module, PyObject *const *given, Py_ssize_t n)
+{
+    (void)module;
+    pg_program *p = n == 2 ? PyCapsule_GetPointer(given[0], CAPSULE) : NULL;
+    int on = p ? PyObject_IsTrue(given[1]) : -1;
+    if (on < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "time_calls(program, on)");
+        return NULL;
+    }
+    PyObject *spent = PyTuple_New(N_PHASES);
+    for (int i = 0; spent && i < N_PHASES; i++)
+        PyTuple_SET_ITEM(spent, i, PyLong_FromUnsignedLongLong(p->spent[i]));
+    p->timed = on;
+    memset(p->spent, 0, sizeof p->spent);
+    return PyErr_Occurred() ? NULL : spent;
+}
+
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, "call(programs, args): (results, rewritten, index)"},
     {"program", (PyCFunction)(void (*)(void))program, METH_FASTCALL, "program(Program, Calls): what `call` runs"},
+    {"time_calls", (PyCFunction)(void (*)(void))time_calls, METH_FASTCALL, "time_calls(program, on): ns of each phase"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,229 @@
+"""Host microseconds of one launch: by inputs, results and nodes, and by how many addresses have changed.
+
+    python bench/launch_rows.py                          # the three sizes, and growth from 10 to 10,000 nodes
+    python bench/launch_rows.py --sizes 300,100,1000 --growth
+
+The work is a graph of one small kernel per node, the same for all: `pgraph` (ATen code), CUDA graph trees
+(``cudagraphs``), and a `torch.cuda.CUDAGraph` that is replayed, which copies nothing in and returns nothing
+new. The device is drained before each group of calls. Changed addresses: between two calls so many of the
+inputs are other tensors, and so many of the last results are kept, so that new ones lie elsewhere. What of
+pgraph's time lies outside its own calls is torch's: Dynamo's guards and AOTAutograd's wrappers.
+
+Results go to ``bench/results/launch-<gpu>.json``, the chart of growth beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import _paths  # noqa: F401  (puts the checkout on sys.path)
+import matplotlib
+import schema
+import torch
+from backends import register_pgraph
+from launch import Watched, native_times
+from tabulate import tabulate
+from torch import Tensor
+from worker import Device
+
+SIZES = ((10, 13, 13), (30, 20, 100), (300, 100, 1000))
+CHANGED = (0, 10, 100)
+GROWTH = (10, 30, 100, 300, 1000, 3000, 10000)
+GROUP = 10  # calls between two drains
+GROUPS = 30
+
+Call = Callable[[Sequence[Tensor]], Any]
+
+
+def program(inputs: int, results: int, nodes: int) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of so many tensors that runs one kernel per node and returns so many of their results."""
+    returned = {(k + 1) * nodes // results - 1 for k in range(results)}
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found, last = [], given[0]
+        for node in range(nodes):
+            last = torch.add(given[node % inputs], last)
+            if node in returned:
+                found.append(last)
+        return tuple(found)
+
+    return run
+
+
+class Work:
+    """Two sets of inputs of which some tensors differ, taken in turn.
+
+    Args:
+        changed: per cent of the inputs, and of the results, that lie elsewhere at the next call.
+    """
+
+    def __init__(self, size: tuple[int, int, int], changed: int, device: torch.device) -> None:
+        inputs, results, _ = size
+        first = [torch.randn(64, device=device) for _ in range(inputs)]
+        others = -(-inputs * changed // 100)
+        second = [torch.randn(64, device=device) if i < others else t for i, t in enumerate(first)]
+        self.sets = (first, second)
+        self.kept = -(-results * changed // 100)
+
+    def timed(self, call: Call, device: Device, groups: int) -> list[float]:
+        """Host microseconds of a call, for each group of calls."""
+        found, held, count = [], (), 0
+        for _ in range(groups):
+            device.drain()
+            began = time.perf_counter()
+            for _ in range(GROUP):
+                held = tuple(call(self.sets[count % 2]) or ())[: self.kept]
+                count += 1
+            found.append((time.perf_counter() - began) / GROUP * 1e6)
+        del held
+        return found
+
+
+def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str], work: Work) -> dict[str, Call]:
+    """Each backend's way to run the program, warmed up."""
+    run, made = program(*size), dict[str, Call]()
+    torch._dynamo.reset()
+    for name in backends:
+        if name == "replay":
+            graph = torch.cuda.CUDAGraph()
+            run(*work.sets[0])
+            with torch.cuda.graph(graph):
+                kept = run(*work.sets[0])
+            made[name] = lambda given, graph=graph, kept=kept: graph.replay()
+            continue
+        options = {"codegen": "aten"} | ({} if device.on_gpu else {"driver": "host"})
+        compiled = torch.compile(
+            run, backend=name, dynamic=False, options=options if name == "pgraph" else None
+        )
+        made[name] = lambda given, compiled=compiled: compiled(*given)
+        for count in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            made[name](work.sets[count % 2])
+    return made
+
+
+def measure(size: tuple[int, int, int], changed: int, device: Device, backends: Sequence[str]) -> list[Any]:
+    """A row of figures for each backend."""
+    from pgraph.runtime import partition_runner, registry
+
+    rows = []
+    work = Work(size, changed, device.torch)
+    with torch.no_grad():
+        for name, call in calls(size, device, backends, work).items():
+            times = work.timed(call, device, GROUPS)
+            row = {
+                "size": size,
+                "changed": changed,
+                "backend": name,
+                "us": statistics.median(times),
+                "least": min(times),
+                "most": max(times),
+            }
+            if name == "pgraph":
+                row |= split(work, call, device, partition_runner.PartitionRunner, registry)
+            rows.append(row)
+    return rows
+
+
+def split(work: Work, call: Call, device: Device, runner: Any, registry: Any) -> dict[str, float]:
+    """What pgraph's time goes into, from further calls; each part is timed by itself."""
+    live = [p for p in registry.live_capturable() if p.template() is not None]
+    watched, real = Watched(), runner.__call__
+    runner.__call__ = lambda self, args: watched.around(real, "runner")(self, args)
+    try:
+        outside = statistics.median(work.timed(call, device, GROUPS))
+    finally:
+        runner.__call__ = real
+    before = sum(p.stats.launches for p in live), sum(p.stats.rewritten_nodes for p in live)
+    for partition in live:
+        native_times(partition, True)
+    work.timed(call, device, GROUPS)
+    launches = max(1, sum(p.stats.launches for p in live) - before[0])
+    spent: dict[str, float] = {}
+    for partition in live:
+        for phase, ns in native_times(partition, False).items():
+            spent[f"{phase} us"] = spent.get(f"{phase} us", 0.0) + ns / 1e3 / launches
+    own = statistics.mean(watched.times["runner"]) if watched.times["runner"] else 0.0
+    return {
+        "torch us": max(0.0, outside - own),
+        "runner us": max(0.0, own - sum(spent.values())),
+        **spent,
+        "rewritten": (sum(p.stats.rewritten_nodes for p in live) - before[1]) / launches,
+    }
+
+
+def stored(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as a result file has them."""
+    return [
+        {
+            "bench": "launch",
+            "config": "-".join(map(str, row["size"])) + f"-changed-{row['changed']}",
+            "mode": "infer",
+            "scope": "block",
+            "backend": row["backend"],
+            "status": "ok",
+            **{key.replace(" ", "_"): value for key, value in row.items() if key not in ("size", "backend")},
+        }
+        for row in rows
+    ]
+
+
+def chart(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Microseconds over nodes, a line for each backend."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for name in dict.fromkeys(row["backend"] for row in rows):
+        mine = [row for row in rows if row["backend"] == name]
+        axes.plot([row["size"][2] for row in mine], [row["us"] for row in mine], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="nodes", ylabel="host microseconds of a call")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the results."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--sizes",
+        nargs="*",
+        default=[",".join(map(str, size)) for size in SIZES],
+        help="inputs,results,nodes",
+    )
+    add("--growth", nargs="*", type=int, default=list(GROWTH), help="nodes; 10 inputs and 10 results")
+    add("--backends", nargs="+", default=["replay", "cudagraphs", "pgraph"] if on_gpu else ["pgraph"])
+    add("--out", default=None, help="JSON file or folder for the results")
+    args = parser.parse_args(argv)
+    register_pgraph()
+    device = Device("auto")
+    rows = [
+        row
+        for size in args.sizes
+        for changed in CHANGED
+        for row in measure(tuple(int(n) for n in size.split(",")), changed, device, args.backends)
+    ]
+    grown = [
+        row for nodes in args.growth for row in measure((10, min(10, nodes), nodes), 0, device, args.backends)
+    ]
+    print(tabulate([*rows, *grown], headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"))
+    header = schema.environment() | ({} if on_gpu else {"gpu": "cpu", "driver": None})
+    path = schema.result_path("launch", header["gpu"], args.out)
+    schema.write(path, stored([*rows, *grown]), header)
+    if grown:
+        chart(grown, path.with_suffix(".svg"))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
