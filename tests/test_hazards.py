@@ -176,8 +176,10 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
         self._add("memset", "workspace", (0xA5, SIZE), [workspace])
         self._add("kernel", name, (call, codes, "table"), [table])
 
-    def by_last_visible_use(a: Any, b: Any, slots: Any, kept: Any, shared: Any, slack: int) -> Template:
-        template = honest(a, b, slots, kept, shared, slack)
+    def by_last_visible_use(
+        driver: Any, a: Any, b: Any, slots: Any, kept: Any, shared: Any, slack: int
+    ) -> Template:
+        template = honest(driver, a, b, slots, kept, shared, slack)
         seen: dict[int, list[int]] = {}
         for s in template.slots:
             seen.setdefault(s.region, []).append(s.node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import gc
 import weakref
 from collections import Counter
@@ -43,14 +44,23 @@ class GhostRange:
 
 
 class Recorder(TorchDispatchMode):
-    """Sends each dispatched op to the session and keeps the allocation timeline."""
+    """Sends each dispatched op to the session and keeps the allocation timeline.
+
+    Note [Only orphans are asked]
+    A range is dead when its storage is. To ask all living storages at each op takes time that grows with
+    the square of the ops. A storage cannot die before the tensor object that it was first seen in, so only
+    those whose object is gone are asked (views may keep their storages). One that gave its storage away
+    while it lived (``set_``) is never asked: its range then lives to the end, which is safe.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
-        self._alive: list[GhostRange] = []
+        self._alive: dict[int, GhostRange] = {}  # by storage
+        self._orphans: list[GhostRange] = []
+        self._watchers: list[weakref.ref[torch.Tensor]] = []  # they report orphans for as long as they live
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
@@ -63,7 +73,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         before, known = self.boundary(), len(self.ranges)
         try:
-            results = [self._run(func, part, kwargs or {}) for part in in_parts(func, args)]
+            results = [self._run(func, part, kwargs or {}, before) for part in in_parts(func, args)]
             after = self._session.node_count()
         except Exception as e:
             raise failure_of(e, self._dispatch(func, args, kwargs, before, before)) from e
@@ -79,8 +89,10 @@ class Recorder(TorchDispatchMode):
         self.boundary()
         return joined(results)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.boundary()
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: int) -> Any:
+        before = self._session.node_count()
+        if before > first:
+            self.boundary()  # a further part
         result = self._session.run_op(func, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -123,15 +135,16 @@ class Recorder(TorchDispatchMode):
         """Note deaths up to now; returns the number of nodes recorded."""
         count = self._session.node_count()
         self._marks.append((self._session.arena.position, count))
-        still_alive = []
-        for r in self._alive:
+        kept = []
+        for r in self._orphans:
             assert r.owner is not None
             if r.owner.expired():
                 r.death = count
+                del self._alive[r.owner.cdata]
                 self._known.pop(r.address, None)
             else:
-                still_alive.append(r)
-        self._alive = still_alive
+                kept.append(r)
+        self._orphans[:] = kept  # in place: the watchers add to it
         return count
 
     def steps(self, order: Topology) -> tuple[int, ...]:
@@ -153,13 +166,12 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if storage.nbytes() == 0 and tensor.device == self._session.arena.device:
-            if all(r.owner is None or r.owner.cdata != StorageWeakRef(storage).cdata for r in self._alive):
+            if StorageWeakRef(storage).cdata not in self._alive:
                 self._watch(tensor, self._session.arena.take(0), 0, birth)  # allocators give no address
             return
         if address in self._known or not self._session.arena.holds(address):
             return
-        cdata = StorageWeakRef(storage).cdata
-        if any(r.owner is not None and r.owner.cdata == cdata for r in self._alive):
+        if StorageWeakRef(storage).cdata in self._alive:
             return  # an alias of an input: its storage begins before its range
         self._watch(tensor, address, storage.nbytes(), birth)
 
@@ -167,8 +179,10 @@ class Recorder(TorchDispatchMode):
         owner = StorageWeakRef(tensor.untyped_storage())
         r = GhostRange(address, nbytes, birth, self._session.arena.guard, owner)
         self.ranges.append(r)
-        self._alive.append(r)
+        self._alive[owner.cdata] = r
         self._known[address] = r
+        # No reference to the recorder itself: a circle would keep it, with the collector off.
+        self._watchers.append(weakref.ref(tensor, functools.partial(_orphaned, self._orphans, r)))
 
     def all_gone(self) -> None:
         """Make sure that the program kept none of the ghosts.
@@ -206,6 +220,10 @@ class Recorder(TorchDispatchMode):
             death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
             # Kept until just now, and by no tensor: a library's workspace.
             self.ranges.append(GhostRange(h.address, h.nbytes, birth, 0, None, death, library=not h.freed))
+
+
+def _orphaned(orphans: list[GhostRange], r: GhostRange, gone: Any) -> None:
+    orphans.append(r)
 
 
 def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
