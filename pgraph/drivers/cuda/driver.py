@@ -233,11 +233,14 @@ class CudaDriver(Driver):
         return torch.cuda.memory_allocated(self.device)
 
     def trim(self) -> bool:
-        # Freeing memory would end a capture of the program's own that another thread is making.
-        if self.is_capturing():
-            return False
-        if not workspaces.instances(torch.cuda.CUDAGraph):
-            torch.cuda.empty_cache()
+        if self.is_capturing() or not _CAPTURE_LOCK.acquire(blocking=False):
+            return False  # another thread captures
+        try:
+            # It would end a capture of the program's own that another thread is making.
+            if not workspaces.instances(torch.cuda.CUDAGraph):
+                torch.cuda.empty_cache()
+        finally:
+            _CAPTURE_LOCK.release()
         return True
 
     def ghost_peaks(self) -> GhostPeaks | None:
