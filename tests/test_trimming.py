@@ -11,19 +11,23 @@ from support import host
 from torch import nn
 
 from pgraph.drivers.host.driver import HostDriver
-from pgraph.runtime import trimming
+from pgraph.runtime import registry, trimming
 
 
 class FakeDriver:
     """Says how much is in use, and counts trims."""
 
     def __init__(self) -> None:
-        self.used, self.trims, self.ready = 0, 0, True
+        self.used, self.trims, self.ready, self.growth, self.stream = 0, 0, True, 0, 0
 
     def in_use(self) -> int:
         return self.used
 
-    def trim(self) -> bool:
+    def current_stream(self) -> int:
+        return self.stream
+
+    def trim(self, growth: int) -> bool:
+        self.growth = growth
         self.trims += self.ready
         return self.ready
 
@@ -35,13 +39,13 @@ def nothing_pending() -> Iterator[None]:
     trimming.pending = None
 
 
-def play(driver: FakeDriver, calls: str, used: dict[str, int]) -> list[int]:
+def play(driver: FakeDriver, calls: str, used: dict[str, int], growth: int = 0) -> list[int]:
     """Calls of partitions, a letter each; positions of those at which memory was trimmed."""
     trimmed = []
     for position, name in enumerate(calls):
         driver.used = used[name]
         before = driver.trims
-        trimming.called(name)
+        trimming.called(name, growth)
         if driver.trims > before:
             trimmed.append(position)
     return trimmed
@@ -51,8 +55,20 @@ def test_training_is_trimmed_where_a_step_begins() -> None:
     driver: Any = FakeDriver()
     trimming.captured("f", driver)
     trimming.captured("b", driver)
-    assert play(driver, "fbfbfbfb", {"f": 100, "b": 900}) == [4]
+    assert play(driver, "fbfbfbfb", {"f": 100, "b": 900}, growth=50) == [4]
     assert trimming.pending is None
+    assert driver.growth == 850, "what is in use during the backward, less what is now"
+
+
+def test_two_streams_are_only_trimmed() -> None:
+    driver: Any = FakeDriver()
+    trimming.captured("f", driver)
+    trimming.captured("b", driver)
+    assert play(driver, "fb", {"f": 100, "b": 900}, growth=50) == []
+    driver.stream = 7
+    assert play(driver, "fb", {"f": 100, "b": 900}, growth=50) == []
+    assert play(driver, "f", {"f": 100, "b": 900}, growth=50) == [0]
+    assert driver.growth == 0
 
 
 def test_layers_that_share_a_partition() -> None:
@@ -109,8 +125,8 @@ def test_a_partition_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_program_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trims = []
 
-    def trim(self: HostDriver) -> bool:
-        trims.append(None)
+    def trim(self: HostDriver, growth: int) -> bool:
+        trims.append(growth)
         return True
 
     monkeypatch.setattr(HostDriver, "trim", trim)
@@ -121,3 +137,7 @@ def test_a_program_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         model.zero_grad(set_to_none=True)
     assert len(trims) == 1
     assert trimming.pending is None
+    # A driver without memory in use: what the largest launch allocates.
+    plans = [p.template().plan for p in registry.live_capturable()]
+    assert trims == [max(plan.peak - plan.inputs for plan in plans)]
+    assert trims[0] > 0

@@ -322,8 +322,12 @@ class Driver(abc.ABC):
         """Bytes of the device's memory that tensors hold."""
         return 0
 
-    def trim(self) -> bool:
-        """Give back what the framework's allocator keeps without need; False if this is not the time."""
+    def trim(self, growth: int) -> bool:
+        """Give back what the framework's allocator keeps without need; False if this is not the time.
+
+        Args:
+            growth: bytes that will soon be in use beyond those that are now, on this stream.
+        """
         return True
 
     def ghost_peaks(self) -> GhostPeaks | None:

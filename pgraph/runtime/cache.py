@@ -41,6 +41,11 @@ class Captured:
         self.native = native_launch([s.native for s in self.specializations])
         self.launch = self.native or functools.partial(launch_first, self.programs)
 
+    def growth(self) -> int:
+        """Bytes that a launch of one of them needs at most, beyond its inputs."""
+        plans = [program.built.template.plan for program in self.programs]
+        return max((plan.peak - plan.inputs for plan in plans), default=0)
+
     def accept(self, args: Sequence[Any]) -> bool:
         """Whether the guards of one of them hold for these arguments."""
         return any(program.guards.addresses(args) is not None for program in self.programs)

@@ -96,7 +96,7 @@ class PartitionRunner:
         if instead is not None:
             return instead(args)
         if trimming.pending is not None:
-            trimming.called(self.name)
+            trimming.called(self.name, self._cache.captured.growth())
         if observe.watch is not None and observe.watch.outside():
             return observe.watch.call(self, args)
         if self.admission.never(args):

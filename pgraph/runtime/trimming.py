@@ -6,7 +6,8 @@ once. So what the allocator keeps from the warm-up and from compiling suits the 
 reserved for nothing. CUDA graph trees empty the cache at each recording. To do so costs a wait for the device
 and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
-the least memory in use, and empties the cache there. The next capture begins this anew.
+the least memory in use, and how much the launches need on top of that. At the next such call it empties the
+cache (Note [One piece] in `pgraph.drivers.cuda.cache`). The next capture begins this anew.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ class Settling:
         self._alone: bool = before is None or (before._last == last and before._alone)
         self._calls = self._rounds = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
+        self._peak = 0  # bytes in use while one of these was launched
+        self._streams: set[int] = set()
 
-    def called(self, name: str) -> None:
-        """Note a call of any partition, before it is served; trims if it is time."""
+    def called(self, name: str, growth: int) -> None:
+        """Note a call of any partition, before it is served; trims if it is time.
+
+        Args:
+            growth: bytes that its launch needs beyond what is in use then.
+        """
         with self._lock:
             if pending is not self:
                 return
@@ -54,20 +61,23 @@ class Settling:
             if name == self._last and (self._alone or self._before != name):
                 self._rounds += 1
             self._before = name
-            if self._time_to_trim() or self._calls > _CALLS:
+            if self._trimmed(growth) or self._calls > _CALLS:
                 _settled(self)
 
-    def _time_to_trim(self) -> bool:
+    def _trimmed(self, growth: int) -> bool:
         if self._rounds == 0:
             return False
         used = self._driver.in_use()
+        self._streams.add(self._driver.current_stream())
+        self._peak = max(self._peak, used + growth)
         if self._rounds == 1:
             self._least = used if self._least is None else min(self._least, used)
             return False
         assert self._least is not None
         if self._rounds == 2 and used > self._least * (1 + _ROOM):
             return False
-        return self._driver.trim()
+        # Free memory belongs to a stream: what several will need of it cannot be told.
+        return self._driver.trim(self._peak - used if len(self._streams) == 1 else 0)
 
 
 def captured(name: str, driver: Driver) -> None:
@@ -76,11 +86,11 @@ def captured(name: str, driver: Driver) -> None:
     pending = Settling(name, driver, pending)
 
 
-def called(name: str) -> None:
-    """Note that a partition is called; costs nothing once all has settled."""
+def called(name: str, growth: int) -> None:
+    """Note that a partition is called; see `Settling.called`."""
     settling = pending
     if settling is not None:
-        settling.called(name)
+        settling.called(name, growth)
 
 
 def _settled(settling: Settling) -> None:

@@ -81,12 +81,14 @@ class Plan:
         eager_peak: bytes at the peak of running the nodes one by one. A region that dies at its
             birth counts at that node, and one born after the last node counts at the last.
         peak: bytes at the peak of this plan.
+        inputs: bytes of the inputs when it begins, which are in both peaks.
     """
 
     chunks: tuple[Chunk, ...]
     blocks: tuple[Block, ...]
     eager_peak: int
     peak: int
+    inputs: int
     _where: Mapping[int, tuple[int, int]] = dataclasses.field(repr=False, compare=False)
 
     def location(self, region: int) -> tuple[int, int]:
@@ -145,7 +147,7 @@ def make_plan(
             raise PlanError(f"{name} is {value}; pass a number >= 0")
     _check(n_nodes, lifetimes)
     if n_nodes == 0 and not lifetimes:
-        return Plan((), (), 0, 0, {})
+        return Plan((), (), 0, 0, 0, {})
     chain = Chain(n_nodes, lifetimes)
     eager = max(chain.inputs[k] + chain.alive[k] for k in range(chain.n))
     limit = eager + max(slack_bytes, eager // 100)
@@ -222,4 +224,4 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
         for i in range(len(sizes))
     )
     where = {chain.lives[r].region: (index, offset_of[r]) for r, index in block_of.items()}
-    return Plan(tuple(chunks), blocks, eager, max(chunk.held for chunk in chunks), where)
+    return Plan(tuple(chunks), blocks, eager, max(chunk.held for chunk in chunks), chain.inputs[0], where)

@@ -182,6 +182,30 @@ def test_memory_is_given_back_when_captures_have_settled() -> None:
     assert left <= held - 8 * 30 * MB, f"reserved {held / MB:.0f} MiB, then {left / MB:.0f}{explain()}"
 
 
+def test_free_memory_comes_in_one_piece() -> None:
+    """Note [One piece]: what a step needs is one segment, and no more is reserved than before."""
+
+    def fn(x: Tensor) -> Tensor:
+        for i in range(8):
+            x = torch.softmax(x * (i + 1), -1)
+        return x
+
+    compiled = compile_pgraph(fn, codegen="aten")
+    x = randn(4096, 8192)
+    reserved = []
+    for _ in range(8):
+        reserved.append(torch.cuda.memory_reserved())
+        compiled(x)
+    assert_launched(6)
+    torch.cuda.synchronize()
+    (plan,) = (b.template.plan for b in built())
+    needed = plan.peak - plan.inputs
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    largest = max(s["total_size"] for s in segments if s["allocated_size"] == 0)
+    assert 0.9 * needed <= largest <= needed, f"{largest} bytes in one piece, {needed} are needed{explain()}"
+    assert torch.cuda.memory_reserved() <= max(reserved), f"{reserved}{explain()}"
+
+
 def test_capture_on_a_full_device() -> None:
     """All but some 600 MB is taken when the capture begins."""
     compiled = compile_pgraph(_mlp, codegen="aten")

@@ -39,6 +39,7 @@ from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
 from pgraph.drivers.cuda.nodes import check as _check
@@ -232,13 +233,14 @@ class CudaDriver(Driver):
     def in_use(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
-    def trim(self) -> bool:
+    def trim(self, growth: int) -> bool:
         if self.is_capturing() or not _CAPTURE_LOCK.acquire(blocking=False):
             return False  # another thread captures
         try:
             # It would end a capture of the program's own that another thread is making.
             if not workspaces.instances(torch.cuda.CUDAGraph):
-                torch.cuda.empty_cache()
+                with torch.cuda.device(self.device):
+                    empty_into_one_piece(growth)
         finally:
             _CAPTURE_LOCK.release()
         return True

@@ -1,0 +1,89 @@
+"""Free memory of the caching allocator in one piece (Note [One piece]), against an allocator of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from pgraph.drivers.cuda.cache import empty_into_one_piece
+
+MB = 1 << 20
+
+
+@dataclasses.dataclass
+class Allocator:
+    """What the module asks of `torch.cuda`.
+
+    Args:
+        reserved, live: bytes, before and after the cache is emptied.
+        limit: ``max_split_size``.
+        grows: whether segments are expandable.
+        full: whether the device has no memory left.
+        taken: sizes that were allocated.
+    """
+
+    reserved: int = 1000 * MB
+    live: int = 200 * MB
+    limit: int = -1
+    grows: bool = False
+    full: bool = False
+    backend: str = "native"
+    taken: list[int] = dataclasses.field(default_factory=list)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.live
+
+    def empty(self, size: int, dtype: torch.dtype, device: str) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("no memory")
+        self.taken.append(size)
+        self.reserved += size
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator()
+    answers: dict[str, Any] = {
+        "memory_reserved": lambda: made.reserved,
+        "empty_cache": made.empty_cache,
+        "get_allocator_backend": lambda: made.backend,
+        "memory_stats": lambda: {"max_split_size": made.limit},
+        "memory_snapshot": lambda include_traces: [{"is_expandable": made.grows}],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch, "empty", made.empty)
+    return made
+
+
+def test_most_of_what_is_needed_is_taken_in_one_piece(allocator: Allocator) -> None:
+    empty_into_one_piece(400 * MB)
+    assert allocator.taken == [380 * MB]
+
+
+def test_no_more_is_taken_than_was_given_back(allocator: Allocator) -> None:
+    empty_into_one_piece(2000 * MB)
+    assert allocator.taken == [800 * MB]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"limit": 200 * MB}, {"limit": 0}, {"grows": True}, {"backend": "cudaMallocAsync"}, {"full": True}],
+    ids=["blocks not divided", "limit unknown", "expandable", "other allocator", "device full"],
+)
+def test_where_it_would_do_harm_the_cache_is_only_emptied(
+    allocator: Allocator, changes: dict[str, Any]
+) -> None:
+    for name, value in changes.items():
+        setattr(allocator, name, value)
+    empty_into_one_piece(400 * MB)
+    assert allocator.taken == []
+    assert allocator.reserved == allocator.live
+
+
+def test_little_is_not_worth_it(allocator: Allocator) -> None:
+    empty_into_one_piece(60 * MB)
+    assert allocator.taken == []
