@@ -142,3 +142,10 @@ def test_replacements_are_for_the_thread_that_captures() -> None:
             assert pool.submit(during, 3).result() == "real 3"
         assert during(3) == "ghost 3"
     assert namespace == {"empty": real, "other": 1}
+
+
+def test_a_driver_that_lends_no_workspace_says_so() -> None:
+    driver = HostDriver()
+    assert not driver.lends_workspace(1)
+    with pytest.raises(DriverError, match="driver host lends no workspace"):
+        driver.workspace(0, 1)

@@ -105,6 +105,18 @@ def test_more_memory_in_use_than_ever_again() -> None:
     assert play(driver, "fbfb", {"f": 300, "b": 900}) == [1]
 
 
+def test_a_round_that_does_not_end_is_looked_at_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that comes once in a thousand steps: what is in use is not asked for all that time."""
+    monkeypatch.setattr(trimming, "_LOOKS", 4)
+    driver: Any = FakeDriver()
+    trimming.captured("f", driver)
+    trimming.captured("e", driver)
+    used = {"f": 100, "b": 900, "e": 50}
+    assert play(driver, "fbfb" + "e" + "fbf", used) == []
+    assert len(play(driver, "bfbfbfbf", used)) == 1
+    assert trimming.pending is None
+
+
 def test_not_while_the_driver_says_so() -> None:
     driver: Any = FakeDriver()
     driver.ready = False

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from pgraph.drivers.peak_stats import GhostPeaks
+from pgraph.errors import DriverError
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
@@ -295,8 +296,9 @@ class Driver(abc.ABC):
 
         Raises:
             torch.OutOfMemoryError: there is none, and no memory for it.
+            DriverError: this driver lends none.
         """
-        raise NotImplementedError(f"driver {self.name} lends no workspace")
+        raise DriverError(f"driver {self.name} lends no workspace; it said so when it was asked")
 
     @abc.abstractmethod
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

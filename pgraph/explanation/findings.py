@@ -26,7 +26,7 @@ class PartitionExplanation:
         ops: (name, count) of its device ops.
         kernels: nodes of the capture in use; None if there is none.
         captures: made so far, one per set of sizes and alignments.
-        slots: words rebound at each launch, as ("input" | "output" | "temp", count).
+        slots: words rebound at each launch, as ("input" | "output" | "temp" | "workspace", count).
         chunks: execs launched one after the other.
         blocks: allocations at each launch.
         eager_peak: bytes at the peak of running the nodes one by one.

@@ -161,7 +161,11 @@ def _partition(partition: Any, measured: Sequence[Sequence[observe.Run]]) -> Par
         ops=known.ops,
         kernels=len(template.nodes) if template else None,
         captures=counters.captures,
-        slots=tuple((kind, kinds.count(kind)) for kind in ("input", "output", "temp")) if template else (),
+        slots=tuple(
+            (kind, kinds.count(kind))
+            for kind in ("input", "output", "temp", "workspace")
+            if template and (kind != "workspace" or kind in kinds)
+        ),
         chunks=len(template.plan.chunks) if template else 0,
         blocks=len(template.plan.blocks) if template else 0,
         eager_peak=template.plan.eager_peak if template else 0,

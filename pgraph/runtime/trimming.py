@@ -21,6 +21,7 @@ __all__ = ["Settling", "called", "captured", "pending"]
 _ROOM = 1 / 64  # a call is as good as the best one if no more than this part of its bytes comes on top
 
 _CALLS = 20_000  # after so many without an end of a round the partition captured last is taken for gone
+_LOOKS = 256  # calls that a round is looked at: to ask what is in use takes the host 50 us or more
 
 pending: Settling | None = None
 """Captures that have not settled yet; read at each call."""
@@ -42,7 +43,7 @@ class Settling:
         self._before = last  # the partition called before this one
         # Whether no other partition is called: then each call is a round.
         self._alone: bool = before is None or (before._last == last and before._alone)
-        self._calls = self._rounds = 0
+        self._calls = self._rounds = self._looks = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
         self._peak = 0  # bytes in use while one of these was launched
         self._streams: set[int] = set()
@@ -67,6 +68,9 @@ class Settling:
     def _trimmed(self, growth: int) -> bool:
         if self._rounds == 0:
             return False
+        self._looks += 1
+        if self._looks > _LOOKS:
+            self._rounds, self._looks = self._rounds + 1, 0
         used = self._driver.in_use()
         self._streams.add(self._driver.current_stream())
         self._peak = max(self._peak, used + growth)
