@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ class Allocator:
     """What the module asks of `torch.cuda`.
 
     Args:
-        reserved, live: bytes, before and after the cache is emptied.
+        reserved, live: bytes of this stream, before and after the cache is emptied.
+        others: bytes of another stream.
         limit: ``max_split_size``.
         grows: whether segments are expandable.
         full: whether the device has no memory left.
@@ -27,11 +29,21 @@ class Allocator:
 
     reserved: int = 1000 * MB
     live: int = 200 * MB
+    others: int = 0
     limit: int = -1
     grows: bool = False
     full: bool = False
     backend: str = "native"
     taken: list[int] = dataclasses.field(default_factory=list)
+
+    def segments(self, include_traces: bool) -> list[dict[str, Any]]:
+        common = {"device": 0, "is_expandable": self.grows}
+        return [
+            common | {"segment_pool_id": (0, 0), "stream": 7, "total_size": self.reserved},
+            common | {"segment_pool_id": (0, 0), "stream": 8, "total_size": self.others},
+            common | {"segment_pool_id": (0, 3), "stream": 7, "total_size": 5000 * MB},
+            common | {"segment_pool_id": (0, 0), "stream": 7, "total_size": 5000 * MB, "device": 1},
+        ]
 
     def empty_cache(self) -> None:
         self.reserved = self.live
@@ -47,11 +59,12 @@ class Allocator:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
     answers: dict[str, Any] = {
-        "memory_reserved": lambda: made.reserved,
+        "current_stream": lambda: types.SimpleNamespace(cuda_stream=7),
+        "current_device": lambda: 0,
         "empty_cache": made.empty_cache,
         "get_allocator_backend": lambda: made.backend,
         "memory_stats": lambda: {"max_split_size": made.limit},
-        "memory_snapshot": lambda include_traces: [{"is_expandable": made.grows}],
+        "memory_snapshot": made.segments,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -71,8 +84,15 @@ def test_no_more_is_taken_than_was_given_back(allocator: Allocator) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"limit": 200 * MB}, {"limit": 0}, {"grows": True}, {"backend": "cudaMallocAsync"}, {"full": True}],
-    ids=["blocks not divided", "limit unknown", "expandable", "other allocator", "device full"],
+    [
+        {"limit": 200 * MB},
+        {"limit": 0},
+        {"grows": True},
+        {"backend": "cudaMallocAsync"},
+        {"full": True},
+        {"others": 64 * MB},
+    ],
+    ids=["blocks not divided", "limit unknown", "expandable", "other allocator", "device full", "streams"],
 )
 def test_where_it_would_do_harm_the_cache_is_only_emptied(
     allocator: Allocator, changes: dict[str, Any]

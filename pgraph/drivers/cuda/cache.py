@@ -8,12 +8,14 @@ segment is taken that holds most of what a step needs, and is left to the alloca
 replay of what five models allocate they reserved 2 to 18 % less. No more is taken than was given back.
 
 It is not done where free blocks of that size would not be divided (``max_split_size_mb``), nor where segments
-grow (``expandable_segments``), which have no such holes.
+grow (``expandable_segments``), which have no such holes. Nor where other streams hold memory (FSDP2's
+parameters are gathered on one): a free block serves one stream, and what each will need cannot be told.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 
 import torch
 
@@ -30,14 +32,25 @@ def empty_into_one_piece(growth: int) -> None:
     Args:
         growth: bytes that will be allocated on top of what is in use now.
     """
-    before = torch.cuda.memory_reserved()
+    mine = torch.cuda.current_stream().cuda_stream
+    before = _reserved()
     torch.cuda.empty_cache()
-    given_back = before - torch.cuda.memory_reserved()
+    given_back = before[mine] - _reserved()[mine]
     piece = min(int(growth * _SHARE), given_back) // _ROUND * _ROUND
-    if piece < _WORTH or not _divides_blocks():
+    if piece < _WORTH or before.total() - before[mine] >= _WORTH or not _divides_blocks():
         return
     with contextlib.suppress(torch.OutOfMemoryError):  # others were faster
         torch.empty(piece, dtype=torch.uint8, device="cuda")
+
+
+def _reserved() -> Counter[int]:
+    """Bytes of the current device's ordinary segments, by stream."""
+    found: Counter[int] = Counter()
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        ordinary = tuple(segment["segment_pool_id"]) == (0, 0)
+        if ordinary and segment["device"] == torch.cuda.current_device():
+            found[segment["stream"]] += segment["total_size"]
+    return found
 
 
 def _divides_blocks() -> bool:
