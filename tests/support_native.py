@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 from pgraph.capture.build import Built
 from pgraph.drivers.interface import Exec, NativeCalls
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
+from pgraph.launch.interpreter import Launched, launch_first
+from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
 from pgraph.native.structs import ExecEntry, NodeEntry
@@ -230,3 +233,20 @@ CASE = {
     ],
     "slack": 0,
 }
+
+
+def arguments(program: Program, side: int = SIDE) -> list[Any]:
+    return [42, *(torch.randn(side, side) for _ in program.guards.tensors)]
+
+
+def in_c(*programs: Program) -> Callable[[list[Any]], Launched | None]:
+    call = native_launch([native_program(program) for program in programs])
+    assert call is not None
+    return call
+
+
+def in_python(*programs: Program) -> Callable[[list[Any]], Launched | None]:
+    return lambda args: launch_first(programs, args)
+
+
+BOTH = pytest.mark.parametrize("path", [in_c, in_python])
