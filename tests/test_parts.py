@@ -8,6 +8,7 @@ from support import host
 from torch import nn
 
 from pgraph.capture.parts import in_parts, joined
+from pgraph.runtime import registry
 
 BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -64,7 +65,7 @@ def test_other_ops_are_left_alone() -> None:
 def test_both_calls_are_launched() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).double()
-    compiled = host(model, min_ops=1)
+    compiled = host(model, codegen="aten", min_ops=1)
     for _ in range(6):
         x = torch.randn(2, 3, 9, 9, dtype=torch.double)
         compiled(x).sum().backward()
@@ -74,3 +75,7 @@ def test_both_calls_are_launched() -> None:
         for mine, parameter in zip(got, model.parameters(), strict=True):
             assert torch.equal(mine, parameter.grad)
         model.zero_grad(set_to_none=True)
+    (_, backward) = (p.template() for p in registry.live_capturable())
+    nodes = [node.name for node in backward.nodes if "convolution_backward" in node.name]
+    # Two calls for the second convolution; the first one's input needs no gradient.
+    assert len(nodes) == 3, nodes

@@ -126,6 +126,17 @@ def test_not_while_the_driver_says_so() -> None:
     assert play(driver, "ii", {"i": 1}) == [0]
 
 
+def test_a_trim_that_fails_is_told_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(FakeDriver):
+        def trim(self, growth: int) -> bool:
+            raise RuntimeError("no such statistics")
+
+    trimming.captured("i", Failing())  # type: ignore[arg-type]
+    assert play(Failing(), "iiii", {"i": 1}) == []
+    assert trimming.pending is None
+    assert caplog.messages == ["cached memory was not given back: RuntimeError: no such statistics"]
+
+
 def test_a_partition_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trimming, "_CALLS", 5)
     driver: Any = FakeDriver()

@@ -89,7 +89,7 @@ def time_calls(program: Any, on: bool) -> dict[str, int]:
 
     Args:
         program: made by `native_program`.
-        on: whether the calls that follow are timed, which takes each of them half a microsecond more.
+        on: whether the calls that follow are timed; the clock is read several times in each of them.
     """
     module = libraries.load_call()
     assert module is not None, "there is a program only where there is the module"

@@ -138,7 +138,7 @@ def program_of(built: Built, guards: Guards) -> Program:
 def _chunk(allocations: list[Allocation], exec: Exec | None, chunk: Chunk) -> ChunkLaunch:
     """One launch, whose small blocks that die with it are allocated in few pieces.
 
-    Each call of the allocator takes the host a microsecond or more, for a block of 512 bytes, too.
+    A call of the allocator costs the host as much for a block of 512 bytes as for a large one.
     """
     pieces: list[Allocation] = []
     joined: set[int] = set()

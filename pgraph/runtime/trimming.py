@@ -12,16 +12,19 @@ cache (Note [One piece] in `pgraph.drivers.cuda.cache`). The next capture begins
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from pgraph.drivers.interface import Driver
 
 __all__ = ["Settling", "called", "captured", "pending"]
 
+log = logging.getLogger(__name__)
+
 _ROOM = 1 / 64  # a call is as good as the best one if no more than this part of its bytes comes on top
 
 _CALLS = 20_000  # after so many without an end of a round the partition captured last is taken for gone
-_LOOKS = 256  # calls that a round is looked at: to ask what is in use takes the host 50 us or more
+_LOOKS = 256  # calls that a round is looked at: to ask what is in use costs the host time at each
 
 pending: Settling | None = None
 """Captures that have not settled yet; read at each call."""
@@ -62,7 +65,12 @@ class Settling:
             if name == self._last and (self._alone or self._before != name):
                 self._rounds += 1
             self._before = name
-            if self._trimmed(growth) or self._calls > _CALLS:
+            try:
+                settled = self._trimmed(growth) or self._calls > _CALLS
+            except Exception as e:  # the program does not depend on it
+                log.warning("cached memory was not given back: %s: %s", type(e).__name__, e)
+                settled = True
+            if settled:
                 _settled(self)
 
     def _trimmed(self, growth: int) -> bool:

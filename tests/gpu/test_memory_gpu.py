@@ -145,26 +145,21 @@ def test_a_weight_gradient_does_not_hold_its_scratch() -> None:
     """Note [Results in the place of scratch]: its region is as large as it is."""
     model = torch.nn.Sequential(
         *(torch.nn.Conv2d(64, 64, 3, padding=1, bias=False, device=DEVICE) for _ in range(3))
-    ).to(memory_format=torch.channels_last)
+    ).to(torch.bfloat16, memory_format=torch.channels_last)
     compiled = compile_pgraph(model, min_ops=1)
     for _ in range(5):
-        x = randn(16, 64, 56, 56).contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", torch.bfloat16):
-            compiled(x).float().sum().backward()
+        x = randn(16, 64, 56, 56, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        compiled(x).float().sum().backward()
         model.zero_grad(set_to_none=True)
     assert_launched(2)
-    whole = 64 * 64 * 9 * 4
-    for b in built():
-        returned = {o.region for o in b.template.outputs if o.region is not None}
-        gradients = [
-            b.template.regions[o.region].nbytes
-            for o in b.template.outputs
-            if o.region is not None and o.layout is not None and tuple(o.layout.size) == (64, 64, 3, 3)
-        ]
-        assert all(n <= whole for n in gradients), f"{gradients} bytes, a weight has {whole}{explain()}"
-        temporary = [r.nbytes for r in b.template.regions if r.kind == "temp" and r.death > r.birth + 4]
-        assert returned, explain()
-        assert all(n <= 16 * 64 * 56 * 56 * 4 for n in temporary), f"{temporary}{explain()}"
+    gradients = [
+        b.template.regions[o.region].nbytes
+        for b in built()
+        for o in b.template.outputs
+        if o.region is not None and o.layout is not None and tuple(o.layout.size) == (64, 64, 3, 3)
+    ]
+    assert gradients, explain()
+    assert set(gradients) == {64 * 64 * 9 * 2}, f"{gradients} bytes{explain()}"
 
 
 def test_memory_is_given_back_when_captures_have_settled() -> None:
