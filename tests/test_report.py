@@ -18,9 +18,11 @@ from pgraph.runtime.statistics import PartitionStats, Report
 from pgraph.runtime.uncaptured import UncapturedPartition
 
 
-def numbered(text: str) -> str:
-    """Partitions are numbered through the life of the process; here from their place in the report."""
-    return re.sub(r"(forward|backward|inference) \d+", r"\1 N", text)
+def steady(text: str) -> str:
+    """A report without what varies from run to run: a partition's number in the process, and how many
+    nodes were rewritten (a node whose operands lie where they lay before is not)."""
+    text = re.sub(r"(forward|backward|inference) \d+", r"\1 N", text)
+    return re.sub(r"\d+ nodes rewritten", "N nodes rewritten", text)
 
 
 def counted(number: int, outside: tuple[Reason, ...] = (), **counters: Any) -> PartitionStats:
@@ -45,10 +47,12 @@ class TestTexts(expecttest.TestCase):
         model = MLP()
         compiled = host(model)
         warm(lambda: compiled(torch.randn(3, 8)).sum().backward(), 3)
+        report = pgraph.report()
+        self.assertTrue(0 < report.rewritten_nodes <= 20)  # two launches of ten nodes
         self.assertExpectedInline(
-            numbered(str(pgraph.report())),
+            steady(str(report)),
             """\
-pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, 20 nodes rewritten, 0 refusals, 248 B of execs
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, N nodes rewritten, 0 refusals, 248 B of execs
   forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 uncaptured run, 96 B of execs
   backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 uncaptured run, 152 B of execs""",
         )
