@@ -324,6 +324,7 @@ def _native_calls(index: int) -> NativeCalls | None:
         failed=_launch_failed,
         workspace=workspaces.address_of_current(),
         no_workspace=workspaces.no_memory,
+        made_on=index,
     )
 
 
