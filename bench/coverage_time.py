@@ -110,7 +110,7 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
 
 
 def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
-    """Seconds of each step until nothing is compiled or captured any more."""
+    """Seconds of each step until nothing is compiled, captured or tried any more."""
     seconds: list[float] = []
     quiet, captures = 0, 0
     while len(seconds) < WARM_STEPS or (quiet < WARM_QUIET and len(seconds) < WARM_MOST):
@@ -120,6 +120,6 @@ def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
         seconds.append(time.perf_counter() - began)
         report = pgraph_report() if job.backend == "pgraph" else None
         now = int(report.captures) if report is not None else 0
-        quiet = quiet + 1 if now == captures else 0
+        quiet = quiet + 1 if now == captures and not (report is not None and report.on_trial) else 0
         captures = now
     return seconds

@@ -256,6 +256,9 @@ class Driver(abc.ABC):
     alignment: ClassVar[int] = ALIGNMENT
     """Bytes to which the device's allocator aligns everything, at most `ALIGNMENT`."""
 
+    host_times: ClassVar[bool] = False
+    """Whether what the host spends on a launch here is what it spends on a device."""
+
     @abc.abstractmethod
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Held from the first to the last capture of a partition: captures never overlap."""

@@ -18,6 +18,7 @@ from pgraph.runtime.keeping import WAITING, Keeper
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
+from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["Captured", "SpecializationCache"]
 
@@ -65,6 +66,7 @@ class SpecializationCache:
         lock: of the partition.
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
+        set_aside: one of them took longer to launch than to run, so that no other one is captured.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class SpecializationCache:
         self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
+        self.set_aside = False
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
@@ -103,10 +106,33 @@ class SpecializationCache:
             self._keeper.used(self.latest.use)
         self._told = self._stats.launches
 
-    def ran(self, specialization: Specialization) -> None:
-        """Note an uncaptured run."""
+    def ran(self, specialization: Specialization, seconds: float) -> None:
+        """Note an uncaptured run, and how long it kept the host."""
         specialization.ran()
         self._keeper.ran(specialization.use, self._stats.launches)
+        if specialization.trial is not None:
+            specialization.trial.own.append(seconds)
+            self._judge(specialization)
+
+    def tried(self, specialization: Specialization, seconds: float) -> None:
+        """Note a launch of one that is on trial, and how long it kept the host."""
+        if specialization.trial is not None:
+            specialization.trial.launches.append(seconds)
+            self._judge(specialization)
+
+    def _judge(self, specialization: Specialization) -> None:
+        assert specialization.trial is not None
+        if not specialization.trial.over:
+            return
+        if not specialization.trial.gains:
+            self._let_go(specialization)
+            self.set_aside = True
+        specialization.judged()
+        self._renew()
+
+    def captured_as(self, specialization: Specialization) -> Captured:
+        """What launches this one: with all others, or by itself while it is on trial."""
+        return Captured([specialization]) if specialization.trial is not None else self.captured
 
     def find(self, args: Sequence[Any]) -> Specialization | None:
         """The captured one that can be launched on these arguments."""
@@ -149,7 +175,11 @@ class SpecializationCache:
 
     def add(self, specialization: Specialization, program: Program) -> None:
         """It was captured; the least recently used capture goes if there is one too many."""
-        specialization.captured(program, native_program(program))
+        few = len(program.built.template.nodes) <= MOST_NODES
+        options = self._options
+        tried = few and self._driver.host_times and options.step_aside and not options.require_full_capture
+        trial = Trial(len(program.built.template.nodes)) if tried else None
+        specialization.captured(program, native_program(program), trial)
         self._stats.captured(program.built)
         self.launched(specialization)
         for gone in self._by_use()[: -self._options.max_captures]:
@@ -163,14 +193,15 @@ class SpecializationCache:
         """Let its execs go, if it has any: they are freed with their last reference."""
         if specialization.program is not None:
             self._let_go(specialization)
-            specialization.program = specialization.native = None
+            specialization.program = specialization.native = specialization.trial = None
             self._renew()
 
     def clear(self) -> None:
         """Forget everything."""
         for specialization in self._by_use():
             self._let_go(specialization)
-            specialization.program = specialization.native = None
+            specialization.program = specialization.native = specialization.trial = None
+        self.set_aside = False
         self._known.clear()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup)
@@ -188,4 +219,5 @@ class SpecializationCache:
             self.latest = None
 
     def _renew(self) -> None:
-        self.captured = Captured([s for s in self._known.values() if s.program is not None])
+        ready = [s for s in self._known.values() if s.program is not None and s.trial is None]
+        self.captured = Captured(ready)

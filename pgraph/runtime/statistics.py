@@ -17,7 +17,9 @@ from pgraph.text import amount
 
 __all__ = ["PartitionState", "PartitionStats", "Report"]
 
-PartitionState = Literal["captured", "uncaptured", "too small", "refused", "warming up", "not run"]
+PartitionState = Literal[
+    "captured", "uncaptured", "too small", "refused", "set aside", "warming up", "not run"
+]
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,7 +87,9 @@ class PartitionStats:
     @property
     def refusals(self) -> tuple[Reason, ...]:
         """Why specializations of it are refused, the latest last."""
-        found = [s.reason for s in reversed(self.standings) if s.reason is not None]
+        found = [
+            s.reason for s in reversed(self.standings) if s.reason is not None and s.state is State.REFUSED
+        ]
         return tuple(reversed(dict.fromkeys(found)))
 
     @property
@@ -95,8 +99,9 @@ class PartitionStats:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Why it stays outside: by the rules, or because captures were refused."""
-        return (*self.facts.reasons, *self.refusals)
+        """Why it stays outside: the rules say so, captures were refused, or a launch gains nothing."""
+        aside = [s.reason for s in self.standings if s.reason is not None and s.state is State.SET_ASIDE]
+        return (*self.facts.reasons, *self.refusals, *dict.fromkeys(aside))
 
     @property
     def state(self) -> PartitionState:
@@ -105,10 +110,12 @@ class PartitionStats:
             small = self.facts.reasons and all(r.info.too_small for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
         states = {standing.state for standing in self.standings}
-        if State.CAPTURED in states:
+        if State.CAPTURED in states or State.ON_TRIAL in states:
             return "captured"
         if State.REFUSED in states:
             return "refused"
+        if State.SET_ASIDE in states:
+            return "set aside"
         return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,6 +201,11 @@ class Report:
     def refused(self) -> int:
         """Safe partitions that could not be captured after all."""
         return sum(p.reason is not None for p in self.partitions)
+
+    @property
+    def on_trial(self) -> int:
+        """Captures that are compared with the partitions' own code just now."""
+        return sum(s.state is State.ON_TRIAL for p in self.partitions for s in p.standings)
 
     def summary(self) -> str:
         """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""

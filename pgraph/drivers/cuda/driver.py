@@ -147,6 +147,7 @@ class CudaDriver(Driver):
     """Graphs of one CUDA device."""
 
     name = "cuda"
+    host_times = True
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
