@@ -44,6 +44,7 @@ from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
+from pgraph.drivers.cuda.peaks import restore
 from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError
@@ -155,8 +156,16 @@ class CudaDriver(Driver):
         self._raw_stream: Any = None
         self._ledger = PeakLedger(quantities=2)
 
-    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
-        return _CAPTURE_LOCK
+    @contextlib.contextmanager
+    def capture_lock(self) -> Iterator[None]:
+        with _CAPTURE_LOCK:
+            before = self._peaks()
+            yield
+            # Not after a failure: the error's frames still hold ghosts.
+            if self._peaks() != before:
+                with torch.cuda.device(self.device):
+                    if restore(self.device, *before):
+                        self._ledger.restored()
 
     @contextlib.contextmanager
     def arena(self, layout: int) -> Iterator[Arena]:
@@ -264,7 +273,7 @@ class CudaDriver(Driver):
             self._ledger.after(*self._peaks())
 
     def close(self) -> None:
-        with self.capture_lock():  # another thread may be capturing
+        with _CAPTURE_LOCK:  # another thread may be capturing
             if self._raw_stream is not None:
                 torch.cuda.synchronize(self.device)
                 _check(cu.cuStreamDestroy(self._raw_stream))
