@@ -37,7 +37,8 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    "backend": (*BACKENDS, "cudagraphs", "replay"),  # the last two in launch_rows.py alone
+    # The last three in launch_rows.py and claims.py alone.
+    "backend": (*BACKENDS, "cudagraphs", "replay", "graphed"),
 }
 
 _COVERAGE = (
