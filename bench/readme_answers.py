@@ -15,7 +15,13 @@ from readme_rows import Row, is_expandable, together
 LAYERS_70B = 80
 GRAPHS = ("reduce-overhead", "pgraph")
 COMPILED = ("inductor", *GRAPHS)
-UNITS = {"ms_per_step": " ms", "peak_reserved_mb": " MB", "device_used_mb": " MB", "launch_calls": " calls"}
+# How a figure that others are compared with is written.
+FORMS = {
+    "ms_per_step": "{:,.2f} ms",
+    "peak_reserved_mb": "{:,.0f} MB reserved",
+    "device_used_mb": "{:,.0f} MB of the device",
+    "launch_calls": "{:,.0f} launch calls",
+}
 # Their steps wait for the device, so the time until their calls return is more than the host's own.
 HOST_WAITS = ("server-b1", "resnet50-fp16", "gpt2-attention")
 
@@ -71,7 +77,7 @@ def changes(config: str, key: str = "ms_per_step", mode: str = "train", of: Sequ
     def against(row: Row, rows: Rows, bases: Sequence[str]) -> list[str]:
         others = {base: rows.seed(config, base, mode, key) for base in bases if base != row["backend"]}
         return [
-            f"{percent(row[key] / other[key] - 1)} ({base} {other[key]:,.1f}{UNITS[key]})"
+            f"{percent(row[key] / other[key] - 1)} ({base} {FORMS[key].format(other[key])})"
             for base, other in others.items()
             if other is not None and other[key] and together(row, other)
         ]

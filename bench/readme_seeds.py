@@ -21,7 +21,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 def seeds_table(data: File) -> str:
     """One line for each workload and backend; empty if the file has none."""
-    rows = ordered([r for r in data["rows"] if r["bench"] == "seeds"])
+    mine = [row for row in data["rows"] if row["bench"] == "seeds"]
+    rows = ordered(sorted(mine, key=lambda row: row["config"]))
     lines = [
         [
             row["config"].partition("/")[2],

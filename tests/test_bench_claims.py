@@ -50,10 +50,10 @@ def answers(load: Any, rows: list[dict[str, Any]]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("of", "text"),
     [
-        ({}, "bert-large-b32-t128: pgraph -20.0 % (eager 100.0 ms), -11.1 % (inductor 90.0 ms)"),
+        ({}, "bert-large-b32-t128: pgraph -20.0 % (eager 100.00 ms), -11.1 % (inductor 90.00 ms)"),
         ({"pgraph": {"commit": "other"}}, None),
         ({"pgraph": {"ms_per_step": None}}, None),
-        ({"eager": {"time_status": "boom"}}, "bert-large-b32-t128: pgraph -11.1 % (inductor 90.0 ms)"),
+        ({"eager": {"time_status": "boom"}}, "bert-large-b32-t128: pgraph -11.1 % (inductor 90.00 ms)"),
         ({"pgraph": {"time_status": "boom"}}, "bert-large-b32-t128: pgraph failed"),
         ({"pgraph": {"check_status": "mismatch"}}, "bert-large-b32-t128: pgraph gave wrong results"),
     ],
