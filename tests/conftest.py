@@ -10,6 +10,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
     torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With -n, the tests that share one run of the ranks go to one worker, before all others."""
+    from support_schedule import Together
+
+    return Together(config, log) if config.getvalue("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,8 +81,9 @@ def fresh_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Compiled C++ goes to a directory of this session, and comes from nowhere else."""
-    folder = tmp_path_factory.mktemp("inductor")
+    """Compiled C++ goes to a directory of this session, shared by its workers, and from nowhere else."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if WORKERS > 1 else folder) / "inductor"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder
