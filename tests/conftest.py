@@ -16,9 +16,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-# torch traces every compilation on this logger: the records would bury the report of a failed test, and
-# keep the compiled code of one test alive into the next.
-logging.getLogger("torch.__trace").addFilter(lambda record: False)
+# torch traces every compilation on this logger, if anybody listens: the records would bury the report of a
+# failed test, keep the compiled code of one test alive into the next, and take time. pytest listens to
+# loggers that do not propagate.
+_trace = logging.getLogger("torch.__trace")
+_trace.handlers.clear()
+_trace.propagate = True
 # Compiling and slow machines: hypothesis must not call an example flaky for the time it took.
 settings.register_profile("pgraph", deadline=None)
 settings.load_profile("pgraph")

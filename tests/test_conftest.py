@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pathlib
 
@@ -34,3 +35,8 @@ def test_ranks_are_started_by_one_worker() -> None:
 def test_collections_leave_torch_alone() -> None:
     assert gc.get_freeze_count() > 100_000
     assert not any(thing is torch.nn.Module.__dict__["forward"] for thing in gc.get_objects())
+
+
+def test_nobody_listens_to_torchs_trace() -> None:
+    torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
+    assert not logging.getLogger("torch.__trace").handlers
