@@ -156,7 +156,7 @@ def device_allocations(device: Device) -> int | None:
 
 
 def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
-    """Seconds of each step, until nothing is compiled, captured or tried any more, and all inputs were used."""
+    """Seconds of each step, until all inputs were used and nothing is compiled, captured or tried."""
     seconds: list[float] = []
     quiet, captures = 0, 0
     sets = step.subject.entry.input_sets
