@@ -313,6 +313,12 @@ _OF_RUNS: Final = (
         actionable=False,
     ),
     ReasonCode(
+        "sizes-vary",
+        "So many sizes or layouts come that to capture them takes longer than launches save.",
+        "pad to a few sizes, or list those worth a capture in option capture_sizes; "
+        "step_aside=False captures whatever comes",
+    ),
+    ReasonCode(
         "internal-error",
         "pgraph itself failed while it captured.",
         f"{_REPORT}; the partition runs uncaptured",

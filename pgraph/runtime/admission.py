@@ -121,7 +121,7 @@ class Admission:
                     self._give_up(args)
                     return None
             due = capture and specialization.due(self._options.warmup)
-            if due and self._cache.has_room(specialization, args):
+            if due and self._cache.pays(specialization) and self._cache.has_room(specialization, args):
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, self._capture, specialization, args)
                 else:

@@ -126,9 +126,9 @@ class PartitionRunner:
                     launched = self._launch(captured, args)
                 except _LAUNCH_ERRORS as e:
                     failed = self._failed(captured, e)
-                if launched is not None and specialization.trial is not None:
+                if launched is not None:
                     with self._cache.lock:
-                        self._cache.tried(specialization, trial.clock() - start)
+                        self._cache.timed(specialization, trial.clock() - start)
         if failed is not None:  # not in a handler: the error's frames hold memory
             self.admission.insist(failed.reason)
             return self._run_uncaptured(args, None)

@@ -41,6 +41,7 @@ class PartitionStats:
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
         standings: of its specializations.
+        waits: why some of them wait for a capture, although they have run often enough.
     """
 
     name: str
@@ -57,6 +58,7 @@ class PartitionStats:
     splits: int = 0
     split_s: float = 0.0
     standings: list[Standing] = dataclasses.field(default_factory=list)
+    waits: Reason | None = None
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
@@ -99,9 +101,10 @@ class PartitionStats:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Why it stays outside: the rules say so, captures were refused, or a launch gains nothing."""
+        """Why all or some of its calls run uncaptured: rules, refusals, or a capture would not pay."""
         aside = [s.reason for s in self.standings if s.reason is not None and s.state is State.SET_ASIDE]
-        return (*self.facts.reasons, *self.refusals, *dict.fromkeys(aside))
+        waits = (self.waits,) if self.waits is not None else ()
+        return (*self.facts.reasons, *self.refusals, *dict.fromkeys(aside), *waits)
 
     @property
     def state(self) -> PartitionState:
@@ -121,7 +124,7 @@ class PartitionStats:
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
         counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del counters["facts"], counters["standings"]
+        del counters["facts"], counters["standings"], counters["waits"]
         return {
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,
