@@ -72,6 +72,16 @@ def test_no_program_loses_more_than_a_capture_and_two_per_cent(
         assert program.now <= alone + cost + CREDIT * program.now + 1e-9
 
 
+def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    size = 0
+    for _ in range(4000):
+        program.call(size)
+        size += size in program.captured
+        assert program.now <= program.calls * program.own + program.cost + CREDIT * program.now + 1e-9
+    assert len(program.captured) > 2
+
+
 def test_two_sizes_in_turn_are_captured() -> None:
     program = Program(own=1e-3, launch=2e-4, cost=0.03)
     program.calls_of([1, 2] * 100)
