@@ -47,7 +47,7 @@ from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
-from pgraph.template.template import Slot
+from pgraph.template.template import Slot, slots_of
 from pgraph.template.topology import Topology, in_order, topology
 
 __all__ = ["HostDriver"]
@@ -346,7 +346,7 @@ class HostDriver(Driver):
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         sequence = _late_first(graph.order, first, last)
-        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first, sequence)
+        return HostExec(nodes[first:last], slots_of(slots, first, last), first, sequence)
 
     def framework_ranges(self) -> RangeMap | None:
         fault.active().reach("match")
