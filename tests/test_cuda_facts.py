@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.ops import op_names
@@ -141,6 +143,57 @@ def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda_nodes.cu, "cuGetErrorString", lambda error: (0, b"no"))
     with pytest.raises(cuda.DriverError, match="CUDA_ERROR_INVALID_VALUE: no"):
         cuda_nodes.read_node(0xBEEF)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), max_size=6), data=st.data())
+def test_parameters_are_packed_alike_in_c(sizes: list[tuple[int, int]], data: st.DataObject) -> None:
+    """The helper's loop and Python's, each with the parameters in places of their own."""
+    values = [data.draw(st.binary(min_size=size, max_size=size)) for size, _ in sizes]
+    layout, at = [], 0
+    for size, gap in sizes:
+        layout.append((at, size))
+        at += size + gap
+    held = [ctypes.create_string_buffer(value, len(value)) for value in values]
+    table = (ctypes.c_void_p * max(len(held), 1))(*map(ctypes.addressof, held))
+    packed = cuda_nodes._packed(ctypes.addressof(table), tuple(layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_nodes.libraries, "load", lambda: None)
+        assert packed == cuda_nodes._packed(ctypes.addressof(table), tuple(layout))
+    assert len(packed[0]) % 8 == 0
+    for (offset, size), value in zip(layout, values, strict=True):
+        assert packed[0][offset : offset + size] == value
+
+
+@pytest.mark.parametrize("n_nodes", [0, 3])
+def test_what_a_launch_reads_of_an_exec(n_nodes: int) -> None:
+    """Nodes with their slots, each at the word of its own node; parameters begin at multiples of 64 bytes."""
+    records = [
+        NodeRecord("kernel", "k", (1, (1, 2, 3), (4, 5, 6), 7, 8, ("params", (0, 8))), bytes(range(72))),
+        NodeRecord("memset", "memset", (), bytes(40)),
+        NodeRecord("kernel", "k", (2, (1, 1, 1), (1, 1, 1), 0, 8, ("extra",)), bytes(range(16))),
+    ][:n_nodes]
+    slots = [Slot(10, 8, 3, -1), Slot(10, 64, 4, 1 << 40), Slot(12, 0, 5, 0)] if n_nodes else []
+    exec = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
+    exec._layout([100, 101, (1 << 63) + 5][:n_nodes], records, slots, 10)
+    base = ctypes.addressof(exec._words)
+    assert base % 64 == 0
+    if not n_nodes:
+        assert (len(exec._entries), len(exec._slots)) == (0, 0)
+        return
+    assert [(s.word, s.region, s.delta) for s in exec._slots] == [(1, 3, -1), (8, 4, 1 << 40), (24, 5, 0)]
+    assert [(e.kind, e.node, e.first, e.last) for e in exec._entries] == [
+        (0, 100, 0, 2),
+        (2, 101, 2, 2),
+        (0, (1 << 63) + 5, 2, 3),
+    ]
+    assert exec._entries[1].params == base + 128, "a fill's struct is its parameters"
+    first = cuda_nodes.KernelParams.from_address(exec._entries[0].params)
+    assert (first.func, tuple(first.grid), tuple(first.block), first.shared, first.ctx) == (
+        *(1, (1, 2, 3), (4, 5, 6), 7, 8),
+    )
+    assert tuple((ctypes.c_void_p * 2).from_address(first.kernel_params)) == (base, base + 8)
+    assert ctypes.string_at(base, 72) == bytes(range(72))
+    assert ctypes.string_at(base + 192, 16) == bytes(range(16))
 
 
 def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
-/* The two loops that Python is too slow, or not allowed, to run.
+/* The loops that Python is too slow, or not allowed, to run.
  *
  * pg_launch: compare every slot with today's address, rewrite the nodes that changed, launch.
  * pg_ghost_alloc / pg_ghost_free: the allocator of the ghost memory pool. It is called with the
  * caching allocator's mutex held; a Python callback there would wait for the interpreter lock
  * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
+ *
+ * pg_pack: the parameters of one kernel, gathered.
  *
  * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
  */
@@ -90,6 +92,14 @@ int64_t pg_launch(pg_exec *e, void *stream, const uint64_t *bases)
     int64_t result = rebind_and_launch(e, stream, bases);
     __atomic_store_n(&e->busy, 0, __ATOMIC_RELEASE);
     return result;
+}
+
+/* Copies a kernel's parameters into one buffer: the i-th, which pointers[i] points to, has layout[2 * i + 1] bytes
+ * and goes to data + layout[2 * i]. */
+void pg_pack(char *data, const void *const *pointers, const uint64_t *layout, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        memcpy(data + layout[2 * i], pointers[i], layout[2 * i + 1]);
 }
 
 /* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find

@@ -243,17 +243,18 @@ class CudaExec(Exec):
         base = -(-ctypes.addressof(self._memory) // 64) * 64
         self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
         self._keep: list[Any] = []
-        self._entries = (NodeEntry * len(nodes))()
-        self._slots = (SlotEntry * len(slots))()
+        words = array.array("q")  # as SlotEntry has them
+        for s in slots:
+            words.extend(((starts[s.node - first] + s.offset) // 8, s.region, s.delta))
+        self._slots = (SlotEntry * len(slots)).from_buffer_copy(words)
+        entries = array.array("Q")  # as NodeEntry has them
         at = 0
         for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
             ctypes.memmove(base + start, node.params, len(node.params))
-            mine = slots[at : _end(slots, at, first + i)]
-            for k, s in enumerate(mine):
-                self._slots[at + k] = SlotEntry((start + s.offset) // 8, s.region, s.delta)
-            struct = self._struct(node, base + start)
-            self._entries[i] = NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
-            at += len(mine)
+            end = _end(slots, at, first + i)
+            entries.extend((_KIND[node.kind], int(handle), self._struct(node, base + start), at, end))
+            at = end
+        self._entries = (NodeEntry * len(nodes)).from_buffer_copy(entries)
 
     def _struct(self, node: NodeRecord, address: int) -> int:
         if node.kind != "kernel":

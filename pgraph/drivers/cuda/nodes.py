@@ -16,6 +16,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from pgraph.errors import CaptureError, DriverError
+from pgraph.native import libraries
 from pgraph.reasons import Reason
 from pgraph.template.recording import NodeRecord
 from pgraph.template.topology import Topology, chain, in_order, topology
@@ -153,8 +154,7 @@ def _read_kernel(node: int) -> NodeRecord:
     else:
         data, passing, layout = b"", ("params", ()), ()
     header = (function, tuple(p.grid), tuple(p.block), p.shared, p.ctx or 0, passing)
-    structs = tuple((offset, offset + size) for offset, size in layout if size > 8)
-    return NodeRecord("kernel", name, header, data, structs)
+    return NodeRecord("kernel", name, header, data, _structs(layout))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -171,13 +171,31 @@ def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         layout.append((int(offset), int(size)))
 
 
-def _packed(pointers: int, layout: Sequence[tuple[int, int]]) -> tuple[bytes, tuple[int, ...]]:
+def _packed(pointers: int, layout: tuple[tuple[int, int], ...]) -> tuple[bytes, tuple[int, ...]]:
+    nbytes, offsets, flat = _packing(layout)
+    data = bytearray(nbytes)
+    library = libraries.load()
+    if library is not None and nbytes:
+        here = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(data))
+        library.pg_pack(here, pointers, ctypes.addressof(flat), len(layout))
+    else:
+        table = (ctypes.c_void_p * len(layout)).from_address(pointers)
+        for (offset, size), pointer in zip(layout, table, strict=True):
+            data[offset : offset + size] = ctypes.string_at(pointer, size)
+    return bytes(data), offsets
+
+
+@functools.lru_cache(maxsize=4096)
+def _structs(layout: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((offset, offset + size) for offset, size in layout if size > 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _packing(layout: tuple[tuple[int, int], ...]) -> tuple[int, tuple[int, ...], Any]:
+    """Bytes of all parameters in whole words; where each begins; the layout as C reads it."""
     total = max((offset + size for offset, size in layout), default=0)
-    data = bytearray(-(-total // 8) * 8)
-    table = (ctypes.c_void_p * len(layout)).from_address(pointers)
-    for (offset, size), pointer in zip(layout, table, strict=True):
-        data[offset : offset + size] = ctypes.string_at(pointer, size)
-    return bytes(data), tuple(offset for offset, _ in layout)
+    flat = (ctypes.c_uint64 * max(2 * len(layout), 1))(*(number for pair in layout for number in pair))
+    return -(-total // 8) * 8, tuple(offset for offset, _ in layout), flat
 
 
 def _extra_buffer(extra: int) -> bytes:
