@@ -71,6 +71,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "batch",
     ),
     "launch": ("us", "least", "most", "changed"),
+    "captures": ("nodes", "own_ms", "least_ms", "most_ms", "uncaptured_ms"),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",
