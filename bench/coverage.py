@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import multiprocessing
@@ -39,6 +40,7 @@ import torch
 import zoo
 from backends import CODEGENS, DRIVERS, register_pgraph
 from coverage_check import check
+from coverage_count import count
 from coverage_nvml import DeviceMemory
 from coverage_pool import Pool
 from coverage_rows import Row, Rows
@@ -58,10 +60,28 @@ PRELOAD = (
 )
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What a program runs; `bench/seeds.py` has another one.
+
+    Args:
+        bench: name of the benchmark, of its rows and of its result file.
+        about: what ``--help`` says.
+        select: the models that patterns mean.
+    """
+
+    bench: str
+    about: str
+    select: Callable[[Sequence[str]], list[zoo.Entry]]
+
+
+COVERAGE = Suite("coverage", __doc__.split("\n", 1)[0], zoo.select)
+
+
+def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> argparse.Namespace:
     """Command line of this program; `argv` None reads the real one."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=suite.about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
     add("--models", nargs="+", default=[], metavar="PATTERN", help="names such as hf/bert or 'timm/*'")
@@ -74,8 +94,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="to be timed; pgraph is checked",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--checks-only", action="store_true", help="time nothing")
-    which.add_argument("--timed-only", action="store_true", help="check nothing")
+    kinds = (("checks", "check"), ("timed", "time"), ("counts", "count"))
+    for name, kind in kinds:
+        flag = f"--{name}-only"
+        which.add_argument(
+            flag, dest="kinds", action="store_const", const=(kind,), help=f"kind of process: {kind}"
+        )
+    parser.set_defaults(kinds=tuple(kind for _, kind in kinds))
     add("--resume", action="store_true", help="leave out what went well at this commit")
     add("--deadline", type=float, default=None, metavar="SECONDS", help="kill what still runs then")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
@@ -85,36 +110,47 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--driver", choices=DRIVERS, default="auto", help="pgraph's driver")
     add("--codegen", choices=CODEGENS, default="auto", help="pgraph's code generator")
-    add("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pgraph-coverage", help="folder")
+    add("--logs", type=Path, default=Path(tempfile.gettempdir()) / f"pgraph-{suite.bench}", help="folder")
     add("--out", default=None, help="JSON file or folder for the results")
     args = parser.parse_args(argv)
     if args.jobs < 1 or args.steps < 1:
         parser.error("--jobs and --steps must be at least 1")
     try:
-        args.entries = zoo.select(args.models)
+        args.entries, args.bench = suite.select(args.models), suite.bench
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """All jobs in the order in which they start: checks, then timings; the longest compile first.
+    """All jobs in the order in which they start: checks, timings, counts; the longest compile first.
 
     The backends of one model and mode start one after another, so that they are measured close in time.
     """
-    settings = {key: getattr(args, key) for key in ("device", "driver", "codegen", "steps", "seconds")}
+    settings = {
+        key: getattr(args, key) for key in ("device", "driver", "codegen", "steps", "seconds", "bench")
+    }
+    backends = {
+        "check": [name for name in ("pgraph",) if name in args.backends],
+        "time": [name for name in BACKENDS if name in args.backends],
+    }
+    backends["count"] = backends["time"]
+    ordered = []
+    for kind in args.kinds:
+        groups = [
+            [Job(kind, entry.name, mode, backend, **settings) for backend in backends[kind]]
+            for entry in args.entries
+            if has(entry, kind)
+            for mode in args.modes
+            if mode in entry.modes
+        ]
+        ordered += sorted(groups, key=lambda group: -max((job.cost for job in group), default=0))
+    return [job for group in ordered for job in group]
 
-    def made(kind: str, entry: zoo.Entry, backends: Sequence[str]) -> list[list[Job]]:
-        return [[Job(kind, entry.name, mode, b, **settings) for b in backends] for mode in args.modes]
 
-    checks, timings = [], []
-    for entry in args.entries:
-        if not args.timed_only and "pgraph" in args.backends:
-            checks += made("check", entry, ["pgraph"])
-        if not args.checks_only and entry.timed:
-            timings += made("time", entry, [b for b in BACKENDS if b in args.backends])
-    ordered = [sorted(groups, key=lambda g: -max(job.cost for job in g)) for groups in (checks, timings)]
-    return [job for groups in ordered for group in groups for job in group]
+def has(entry: zoo.Entry, kind: str) -> bool:
+    """Whether a model is run in that way."""
+    return {"check": entry.check_batch != 0, "time": entry.timed, "count": entry.counted}[kind]
 
 
 def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
@@ -123,7 +159,9 @@ def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     if importlib.util.find_spec("torch._inductor.config"):
         # One thread each: the other cores have children of their own.
         importlib.import_module("torch._inductor.config").compile_threads = 1
-    return check(job) if job.kind == "check" else measure(job, alone)
+    if job.kind == "check":
+        return check(job)
+    return measure(job, alone) if job.kind == "time" else count(job, alone)
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -136,12 +174,13 @@ def prepare(args: argparse.Namespace) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would make children unable to
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    needed = {entry.name.split("/")[0] for entry in args.entries} & set(PACKAGES)
-    for collection in sorted(needed):
-        if importlib.util.find_spec(PACKAGES[collection]) is None:
-            print(f"{PACKAGES[collection]} is not installed: its models are left out")
-            args.entries = [e for e in args.entries if not e.name.startswith(f"{collection}/")]
-    packages = {PACKAGES[c] for c in needed} | {"torch"}
+    packages = {"torch"}
+    for package in sorted({package_of(entry) for entry in args.entries} - {""}):
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: its models are left out")
+            args.entries = [e for e in args.entries if package_of(e) != package]
+        else:
+            packages.add(package)
     for name in PRELOAD:
         if name.split(".")[0] in packages and importlib.util.find_spec(name.split(".")[0]):
             with contextlib.suppress(ImportError):
@@ -156,6 +195,11 @@ def prepare(args: argparse.Namespace) -> None:
             raise SystemExit("bench/coverage.py: a forked process cannot use the GPU (see above)")
 
 
+def package_of(entry: zoo.Entry) -> str:
+    """What an entry needs beside torch; empty: nothing."""
+    return entry.package or PACKAGES.get(entry.name.split("/")[0], "")
+
+
 def _probe() -> None:
     torch.zeros(1, device="cuda").item()
 
@@ -167,6 +211,8 @@ def tell(job: Job, row: Row, fields: dict[str, Any], done: int, total: int, bega
         parts.append(f"{fields['captured_ops']}/{fields['device_ops']} ops captured")
     if fields.get("ms_per_step") is not None:
         parts.append(f"{fields['ms_per_step']:.2f} ms, {fields['peak_reserved_mb'] or 0:,.0f} MB reserved")
+    if fields.get("launch_calls") is not None:
+        parts.append(f"{fields['launch_calls']:,.0f} launch calls a step")
     parts += [f"{code} x {count}" for code, count in fields.get("uncaptured", {}).items()]
     at = time.monotonic() - began
     print(
@@ -175,15 +221,15 @@ def tell(job: Job, row: Row, fields: dict[str, Any], done: int, total: int, bega
     )
 
 
-def main(argv: Sequence[str] | None = None) -> Path:
+def main(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> Path:
     """Check and measure; returns the result file's path."""
     began = time.monotonic()
-    args = parse_args(argv)
+    args = parse_args(argv, suite)
     prepare(args)
     header = schema.environment()
     if args.device == "cpu":
         header |= {"gpu": "cpu", "driver": None}
-    rows = Rows(schema.result_path("coverage", header["gpu"], args.out), header)
+    rows = Rows(schema.result_path(suite.bench, header["gpu"], args.out), header)
     jobs = [job for job in jobs_of(args) if not (args.resume and rows.done(job))]
     memory = DeviceMemory() if args.device == "cuda" else None
     pool = Pool(
@@ -206,6 +252,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return rows.path
 
 
-if __name__ == "__main__":
+def run(suite: Suite) -> None:
+    """A whole program."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are killed as well
-    main()
+    main(suite=suite)
+
+
+if __name__ == "__main__":
+    run(COVERAGE)

@@ -50,6 +50,7 @@ def check(job: Job) -> dict[str, Any]:
     return {
         "status": status,
         "batch": subject.entry.batch,
+        "check_batch": subject.batch,
         "params_mb": subject.params_mb,
         "precision": subject.entry.precision,
         "compile_s": compile_s,
@@ -83,6 +84,7 @@ class Trial:
         saved = subject.saved()
         try:
             truth = subject.truth(inputs)
+            subject.fit_scale(inputs)
             eager = self._from(saved, subject.program, inputs)
             again = self._from(saved, subject.program, inputs)
         except Exception as error:
@@ -133,8 +135,8 @@ class Trial:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there are captures and too few steps have launched them."""
-        return self._counts()[0] > 0 and self.launched < LAUNCHED
+        """Whether there are captures and too few steps have launched them; sizes that vary never settle."""
+        return not self.subject.entry.dynamic and self._counts()[0] > 0 and self.launched < LAUNCHED
 
     def _count(self, before: tuple[int, int], after: tuple[int, int]) -> None:
         """Count a step that launched and captured nothing; a step that captured starts the count anew."""

@@ -1,4 +1,4 @@
-"""Rows of the coverage benchmark: a check and a timing of one model make one row. Not a program."""
+"""Rows of the coverage benchmark: check, timing and count of one model make one row. Not a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import schema
 from coverage_subject import Job
 
 Row = dict[str, Any]
-KINDS = ("check", "time")
+KINDS = ("check", "time", "count")
 
 
 def row_key(job: Job) -> tuple[str, ...]:
@@ -21,24 +21,26 @@ def row_key(job: Job) -> tuple[str, ...]:
 def blank(job: Job) -> Row:
     """A row with nothing measured."""
     return {
-        "bench": "coverage",
+        "bench": job.bench,
         "config": job.model,
         "mode": job.mode,
         "scope": "model",
         "backend": job.backend,
         # Compiled from whatever the machine's cache holds: no cold compile time.
         "inductor_cache": "the machine's",
-        **dict.fromkeys(schema.FIGURES["coverage"]),
+        **dict.fromkeys(schema.FIGURES[job.bench]),
     }
 
 
 def combine(old: Mapping[str, Any] | None, job: Job, fields: Mapping[str, Any]) -> Row:
-    """The row after `job`: what its other half measured stays, if it is of the same commit (`old`).
+    """The row after `job`: what its other parts measured stays, if it is of the same commit (`old`).
 
-    The timing's compile and capture times win over the check's, whose first step includes eager's.
+    The timing's compile and capture times win over the check's, whose first step includes eager's. The
+    profiler's memory, which a count's process holds, is no figure.
     """
     kept = {} if old is None else {key: value for key, value in old.items() if key != "status"}
-    fresh = {key: value for key, value in fields.items() if key not in ("status", "child_s")}
+    ignored = ("status", "child_s", *(("device_used_mb",) if job.kind == "count" else ()))
+    fresh = {key: value for key, value in fields.items() if key not in ignored}
     if job.kind == "check" and kept.get("time_status") == "ok":
         fresh = {key: value for key, value in fresh.items() if key not in ("compile_s", "capture_s")}
     row = {**blank(job), **kept, **fresh}
@@ -66,7 +68,7 @@ class Rows:
         return row if row is not None and row.get("commit") == self.header["commit"] else None
 
     def done(self, job: Job) -> bool:
-        """Whether the file has this job's half already, and it went well."""
+        """Whether the file has this job's part already, and it went well."""
         row = self.same_code(row_key(job))
         return row is not None and row.get(f"{job.kind}_status") == "ok"
 

@@ -1,6 +1,6 @@
 """A model of the zoo on a device, made to run steps: what checks and timings share.
 
-Not a program: `coverage_check.py` and `coverage_time.py` import it.
+Not a program: `coverage_check.py`, `coverage_time.py` and `coverage_count.py` import it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from torch import Tensor
 from zoo.entry import Draw, Inputs, calibrated, lively, without_chance
 
 MB = 2**20
+SCALE = 2.0**16
+"""What a loss in fp16 is scaled by at first."""
+CALIBRATION = 4  # a batch norm needs more than one value of a channel
+AUTOCAST = {"bf16 autocast": torch.bfloat16, "fp16 autocast": torch.float16}
 Run = Callable[..., Any]
 
 
@@ -28,7 +32,7 @@ class Job:
     """What one child does.
 
     Args:
-        kind: ``"check"`` (compare with eager, count what is captured) or ``"time"``.
+        kind: ``"check"`` (compare with eager, count what is captured), ``"time"``, or ``"count"`` (launches).
         model: name in the zoo.
         mode: ``"train"`` (forward, loss, backward) or ``"infer"``.
         backend: name of the backend.
@@ -36,6 +40,7 @@ class Job:
         driver, codegen: pgraph's options.
         steps: compared steps of a check.
         seconds: how long a timing's steps may take.
+        bench: name of the benchmark, which its rows bear.
     """
 
     kind: str
@@ -47,6 +52,7 @@ class Job:
     codegen: str = "auto"
     steps: int = 9
     seconds: float = 0.8
+    bench: str = "coverage"
 
     @property
     def name(self) -> str:
@@ -69,24 +75,47 @@ class Subject:
         self.entry = zoo.find(job.model)
         self.train = job.mode == "train"
         self.device = torch.device(job.device)
+        fewer = self.entry.check_batch if job.kind == "check" else None
+        self.batch = self.entry.batch if fewer is None else fewer
         torch.manual_seed(0)
         self.program = lively(without_chance(self.entry.program())).to(self.device).train()
         if not self.train:
             draw = Draw(self.device, 2**31)
-            calibrated(self.program, self.entry.inputs(draw, self.entry.batch, True)).eval()
+            calibrated(self.program, self.entry.inputs(draw, max(self.batch, CALIBRATION), True)).eval()
         if self.entry.precision == "bf16 weights":
             self.program.to(torch.bfloat16)
         self.reference: torch.nn.Module | None = None
         self.random = torch.Generator(self.device).manual_seed(1)
+        self.scale = SCALE if self.entry.precision == "fp16 autocast" else 1.0
 
     def compiled(self, job: Job, backend: str | None = None) -> Run:
         """The program compiled by `backend` (the job's), or itself for eager."""
         kwargs = compile_kwargs(backend or job.backend, self.device, job.driver, job.codegen)
-        return self.program if kwargs is None else torch.compile(self.program, **kwargs)
+        if kwargs is None:
+            return self.program
+        if self.entry.dynamic:
+            del kwargs["dynamic"]
+        if self.entry.regions is None:
+            return torch.compile(self.program, **kwargs)
+        # A twin with the same parameters and buffers: the program itself stays what eager runs.
+        twin = copy.deepcopy(self.program, {id(tensor): tensor for tensor in _tensors(self.program)})
+        for region in self.entry.regions(twin):
+            region.compile(**kwargs)
+        return twin
 
     def inputs(self, seed: int) -> Inputs:
-        """Inputs at fresh addresses."""
-        return self.entry.inputs(Draw(self.device, seed), self.entry.batch, self.train)
+        """Inputs at fresh addresses; those of a served model are in the host's memory (pinned)."""
+        home = torch.device("cpu") if self.entry.served else self.device
+        made = self.entry.inputs(Draw(home, seed), self.batch, self.train)
+        if self.entry.precision == "bf16 weights":
+            made = tuple(x.bfloat16() if x.is_floating_point() else x for x in made)
+        if self.entry.served and self.device.type == "cuda":
+            made = tuple(x.pin_memory() for x in made)
+        return made
+
+    def here(self, inputs: Inputs) -> Inputs:
+        """The inputs on the device."""
+        return tuple(x.to(self.device, non_blocking=True) for x in inputs) if self.entry.served else inputs
 
     @property
     def params_mb(self) -> float:
@@ -94,25 +123,35 @@ class Subject:
 
     def forward(self, run: Run, inputs: Inputs) -> Any:
         """The loss in training, the outputs in inference, in the model's precision."""
-        enabled = self.entry.precision == "bf16 autocast"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+        given, dtype = self.here(inputs), AUTOCAST.get(self.entry.precision)
+        with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             if self.train:
-                return run(*inputs)
+                return run(*given)
             with torch.no_grad():
-                return run(*inputs)
+                return run(*given)
 
     def step(self, run: Run, inputs: Inputs) -> dict[str, Tensor]:
         """One step; loss, gradients and buffers, or the outputs, each by its name."""
-        return self._named(self.forward(run, inputs), self.program)
+        return self._named(self.forward(run, inputs), self.program, self.scale)
 
-    def _named(self, result: Any, program: torch.nn.Module) -> dict[str, Tensor]:
+    def fit_scale(self, inputs: Inputs) -> None:
+        """Lower the loss's scale until eager's gradients of this step are finite, as a `GradScaler` would.
+
+        What still overflows at a scale of 1 stays, and the judge says so. Buffers change.
+        """
+        while self.scale > 1 and not all(
+            x.isfinite().all() for x in self.step(self.program, inputs).values()
+        ):
+            self.scale /= 4
+
+    def _named(self, result: Any, program: torch.nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
         if not self.train:
             return {f"output {i}": tensor for i, tensor in enumerate(result)}
-        result.backward()
+        (result if scale == 1 else result * scale).backward()
         found = {"loss": result.detach()}
         for name, parameter in program.named_parameters():
             if parameter.grad is not None:
-                found[f"gradient of {name}"] = parameter.grad
+                found[f"gradient of {name}"] = parameter.grad if scale == 1 else parameter.grad / scale
                 parameter.grad = None
         # Masks of -inf are no results. A buffer that is NaN in one run alone is missing there: that shows.
         buffers = {name: b for name, b in program.named_buffers() if b.isfinite().all()}
@@ -125,8 +164,9 @@ class Subject:
         with torch.no_grad():
             for mine, theirs in zip(_tensors(self.program), _tensors(self.reference), strict=True):
                 theirs.copy_(mine)
+        floats = tuple(x.float() if x.is_floating_point() else x for x in self.here(inputs))
         with _fp32(), torch.set_grad_enabled(self.train):
-            return self._named(self.reference(*inputs), self.reference)
+            return self._named(self.reference(*floats), self.reference)
 
     def saved(self) -> list[Tensor]:
         """Copies of the buffers, which training changes."""

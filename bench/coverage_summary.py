@@ -1,4 +1,4 @@
-"""What the coverage benchmark's rows say together: counts, exceptions, geometric means. Not a program.
+"""What rows of one coverage benchmark say together: counts, exceptions, geometric means. Not a program.
 
 `coverage.py` prints it, `readme_coverage.py` makes tables of it.
 """
@@ -73,11 +73,7 @@ def is_whole(row: Row) -> bool:
 
 def checked(rows: Iterable[Row], mode: str) -> list[Row]:
     """pgraph's rows that were checked."""
-    return [
-        r
-        for r in rows
-        if (r["bench"], r["mode"], r["backend"]) == ("coverage", mode, "pgraph") and r.get("check_status")
-    ]
+    return [r for r in rows if (r["mode"], r["backend"]) == (mode, "pgraph") and r.get("check_status")]
 
 
 def counts(rows: Iterable[Row], mode: str) -> Counts:
@@ -109,12 +105,7 @@ def ratio(rows: Sequence[Row], mode: str, key: str, over: str, backend: str = "p
     """`backend`'s `key` over that of the backend `over`; None without a model that has both."""
     figures: dict[str, dict[str, float]] = {}
     for row in rows:
-        if (
-            row["bench"] == "coverage"
-            and row["mode"] == mode
-            and row.get("time_status") == "ok"
-            and row.get(key)
-        ):
+        if row["mode"] == mode and row.get("time_status") == "ok" and row.get(key):
             figures.setdefault(row["config"], {})[row["backend"]] = row[key]
     values = {m: f[backend] / f[over] for m, f in figures.items() if backend in f and over in f}
     if not values:

@@ -1,6 +1,6 @@
 """Speed and memory of one model under one backend, in a process of its own.
 
-Not a program: `coverage.py` forks children that call `measure`.
+Not a program: `coverage.py` forks children that call `measure`; `coverage_count.py` takes the same steps.
 """
 
 from __future__ import annotations
@@ -16,19 +16,57 @@ import torch
 from backends import pgraph_report
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
+from torch import Tensor
 from worker import Device, quantile
 
-INPUTS = 4  # sets of inputs that the steps take in turn: a new address at each step
 WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
-WARM_MOST = 40
+WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 60
 ISSUE_STEPS = 10
 SETTLE_STEPS = 2
 
 
+class Updater:
+    """What follows the loss of a timed training step.
+
+    With an optimizer the weights are updated, in fp16 with the loss scaled as `torch.amp.GradScaler` does it.
+    Without one the gradients are dropped.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.parameters = list(subject.program.parameters())
+        on_gpu = subject.device.type == "cuda"
+        self.optimizer: torch.optim.Optimizer | None = None
+        if subject.entry.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4, momentum=0.9, fused=on_gpu)
+        elif subject.entry.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=on_gpu)
+        self.scaler: torch.amp.GradScaler | None = None
+        if subject.entry.precision == "fp16 autocast":
+            # Not fused: the host waits for the device, and then knows whether to step.
+            self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4, momentum=0.9)
+            self.scaler = torch.amp.GradScaler(subject.device.type)
+
+    def __call__(self, loss: Tensor) -> None:
+        """Backward and update; no gradient is left."""
+        if self.optimizer is None:
+            loss.backward()
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 class Stepper:
-    """Steps of one model, on prepared inputs in turn.
+    """Steps of one model, on prepared inputs in turn: a new address at each step.
 
     Parameters stay where they are: `reduce-overhead` would record anew for each that moves.
     """
@@ -37,21 +75,21 @@ class Stepper:
         self.subject = subject
         self.run = subject.compiled(job)
         self.marks = job.backend == "reduce-overhead"
-        self.inputs = itertools.cycle([subject.inputs(seed) for seed in range(INPUTS)])
-        self.parameters = list(subject.program.parameters())
+        self.inputs = itertools.cycle([subject.inputs(seed) for seed in range(subject.entry.input_sets)])
+        self.update = Updater(subject) if subject.train else None
         self.last: Any = None
 
     def __call__(self) -> None:
-        """Forward, loss and backward, or one inference; gradients are dropped before the next step."""
+        """Forward, loss, backward and update; or one inference, which a served model gives back."""
         self.last = None  # under reduce-overhead it lies where the next step writes
         if self.marks:
             torch.compiler.cudagraph_mark_step_begin()
         result = self.subject.forward(self.run, next(self.inputs))
-        if self.subject.train:
-            result.backward()
-            for parameter in self.parameters:
-                parameter.grad = None
+        if self.update is not None:
+            self.update(result)
             self.last = result.detach()
+        elif self.subject.entry.served:
+            self.last = result[0].cpu()
         else:
             self.last = result[0]
 
@@ -81,7 +119,9 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         step()
     device.drain()
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
+    allocations = device_allocations(device)
     times = device.timed(step, max(10, min(STEPS, int(job.seconds / took))))
+    allocated = device_allocations(device)
     memory = device.memory()
     issue = device.issue(step, ISSUE_STEPS)
     memory.pop("device_used_mb")  # the whole device's, while others are on it
@@ -101,6 +141,7 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "ms_p90": quantile(times, 0.9),
         "cpu_issue_ms": statistics.median(issue),
         **memory,
+        "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / len(times),
         "timed_steps": len(times),
         "compile_s": warm_s[0],
         "capture_s": capture_s,
@@ -109,17 +150,24 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     }
 
 
+def device_allocations(device: Device) -> int | None:
+    """How often the caching allocator has asked the driver for memory (cudaMalloc); None on a CPU."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"]) if device.on_gpu else None
+
+
 def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
-    """Seconds of each step until nothing is compiled or captured any more."""
+    """Seconds of each step, until all inputs were used and nothing is compiled, captured or tried."""
     seconds: list[float] = []
     quiet, captures = 0, 0
-    while len(seconds) < WARM_STEPS or (quiet < WARM_QUIET and len(seconds) < WARM_MOST):
+    sets = step.subject.entry.input_sets
+    least, most = max(WARM_STEPS, sets), max(WARM_MOST, 2 * sets)
+    while len(seconds) < least or (quiet < WARM_QUIET and len(seconds) < most):
         began = time.perf_counter()
         step()
         device.drain()
         seconds.append(time.perf_counter() - began)
         report = pgraph_report() if job.backend == "pgraph" else None
         now = int(report.captures) if report is not None else 0
-        quiet = quiet + 1 if now == captures else 0
+        quiet = quiet + 1 if now == captures and not (report is not None and report.on_trial) else 0
         captures = now
     return seconds

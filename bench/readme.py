@@ -20,8 +20,10 @@ from pathlib import Path
 import schema
 from _paths import REPO, RESULTS
 from readme_chart import chart, chart_link, chart_name
+from readme_claims import claims_table
 from readme_coverage import coverage_table, models_table, summary_table
 from readme_rows import File, is_expandable
+from readme_seeds import seeds_table
 from readme_tables import (
     batch_table,
     equality_table,
@@ -48,12 +50,14 @@ TABLES: dict[str, Callable[[File], str]] = {
     "torchtitan-losses": losses_table,
     "coverage": coverage_table,
     "coverage-models": models_table,
+    "seeds": seeds_table,
 }
 # A marker's name, and how the names of its pictures begin.
 CHARTS = {"chart": "memory", "torchtitan-chart": "torchtitan", "coverage-chart": "coverage"}
 GPU_TESTS = "gpu-tests"
 REASONS = "reasons"
-NAMES = (*TABLES, *CHARTS, GPU_TESTS, REASONS)
+CLAIMS = "claims"
+NAMES = (*TABLES, *CHARTS, GPU_TESTS, REASONS, CLAIMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,8 @@ def table(name: str, results: Results) -> str:
         )
     if kind == REASONS:
         return "\n" + reasons_table() + "\n"
+    if kind == CLAIMS:
+        return "\n" + claims_table([data for data in results.files if not gpu or data["gpu"] == gpu]) + "\n"
     if kind == GPU_TESTS:
         return "\n" + gpu_tests_table(results.records, results.folder) + "\n"
 

@@ -37,8 +37,28 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    "backend": (*BACKENDS, "cudagraphs", "replay"),  # the last two in launch_rows.py alone
+    # The last three in launch_rows.py and claims.py alone.
+    "backend": (*BACKENDS, "cudagraphs", "replay", "graphed"),
 }
+
+_COVERAGE = (
+    "ms_per_step",
+    "ms_p10",
+    "ms_p90",
+    "cpu_issue_ms",
+    "peak_allocated_mb",
+    "peak_reserved_mb",
+    "device_used_mb",
+    "captured_ops",
+    "device_ops",
+    "uncaptured_parts",
+    "fallbacks",  # refused captures
+    "captures",
+    "compile_s",
+    "capture_s",
+    "params_mb",
+    "batch",
+)
 
 # What a row of each benchmark must carry. Figures may be None (a CPU has no reserved memory), but not
 # missing; in a row whose status says that it failed they may be missing too.
@@ -52,24 +72,16 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "compile_s",
         "capture_s",
     ),
-    "coverage": (
-        "ms_per_step",
-        "ms_p10",
-        "ms_p90",
-        "cpu_issue_ms",
-        "peak_allocated_mb",
-        "peak_reserved_mb",
-        "device_used_mb",
-        "captured_ops",
-        "device_ops",
-        "uncaptured_parts",
-        "fallbacks",  # refused captures
-        "captures",
-        "compile_s",
-        "capture_s",
-        "params_mb",
-        "batch",
+    "coverage": _COVERAGE,
+    "seeds": (
+        *_COVERAGE,
+        "device_allocations",  # cudaMalloc for a step
+        "launch_calls",  # the four of `coverage_count`, for a step
+        "launch_call_share",
+        "device_work",
+        "device_busy_ms",
     ),
+    "claims": ("us", "nodes", "device_bytes", "host_bytes", "reserved_mb", "layers", "launched_right"),
     "launch": ("us", "least", "most", "changed"),
     "captures": ("nodes", "own_ms", "least_ms", "most_ms", "uncaptured_ms"),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),

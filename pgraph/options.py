@@ -43,6 +43,10 @@ class Options:
     # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
     # these; () captures any.
     capture_sizes: tuple[int, ...] = ()
+    # Leave uncaptured what would not gain: a partition of few kernels if a launch takes the host longer than
+    # the partition's own code, which is tried in the first calls after its capture; and, where sizes vary,
+    # those that come so seldom that their captures would take longer than launches save.
+    step_aside: bool = True
     # Raise FullCaptureError as soon as anything that reaches pgraph stays outside the graphs, and at a graph
     # break that cuts one, instead of running it uncaptured. (What Dynamo skips whole never reaches pgraph.)
     require_full_capture: bool = False

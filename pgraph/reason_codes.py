@@ -307,6 +307,18 @@ _OF_RUNS: Final = (
         f"{_REPORT}; these shapes run uncaptured until pgraph.reset()",
     ),
     ReasonCode(
+        "no-gain",
+        "A launch of these few kernels takes the host longer than launching them one by one.",
+        "nothing to do: it runs as fast as it can; option step_aside=False launches it all the same",
+        actionable=False,
+    ),
+    ReasonCode(
+        "sizes-vary",
+        "So many sizes or layouts come that to capture them takes longer than launches save.",
+        "pad to a few sizes, or list those worth a capture in option capture_sizes; "
+        "step_aside=False captures whatever comes",
+    ),
+    ReasonCode(
         "internal-error",
         "pgraph itself failed while it captured.",
         f"{_REPORT}; the partition runs uncaptured",

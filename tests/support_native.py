@@ -88,6 +88,7 @@ class FakeDevice:
             _WORKSPACE(self._workspace),
         )
         self.launches = 0
+        self.made_on: int | None = None
         self.lent = 0x7000_0000  # address of the workspace; it moves at each launch. 0: there is none
 
     # -- what a `Driver` has --------------------------------------------------------------------
@@ -122,6 +123,7 @@ class FakeDevice:
             failed=failed,
             workspace=workspace,
             no_workspace=no_workspace,
+            made_on=self.made_on,
         )
 
     def workspace(self, stream: int, nbytes: int) -> int:

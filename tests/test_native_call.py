@@ -378,7 +378,7 @@ def test_a_program_that_names_what_is_not_there_is_an_error(wrong: str) -> None:
         "stride": {"guards": Guards((TensorGuard(1, (SIDE, SIDE), (SIDE,), 3),))},
     }[wrong]
     assert first.allocate or rest
-    with pytest.raises(ValueError, match=r"result|launch program|view"):
+    with pytest.raises(ValueError, match=r"result|launch program|view|layout"):
         native_program(dataclasses.replace(program, **bad))  # type: ignore[arg-type]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from support_native import BOTH, CASE, FakeDevice, arguments, made
+from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
@@ -49,6 +50,81 @@ def test_small_blocks_of_a_chunk_come_in_one_piece(path: Any) -> None:
                     bases[a.index] + a.nbytes <= bases[b.index] or bases[b.index] + b.nbytes <= bases[a.index]
                 )
                 assert apart, f"regions {a} and {b} share bytes"
+
+
+@pytest.mark.parametrize("case", [SMALL, CASE])
+def test_tensors_made_in_cpp_are_those_that_python_makes(case: dict[str, Any]) -> None:
+    found: dict[int | None, Any] = {}
+    for maker in (None, -1):
+        device = FakeDevice()
+        device.made_on = maker
+        done = in_c(program := made(device, case))(arguments(program))
+        assert done is not None
+        tensors = [r for r in done[0] if isinstance(r, torch.Tensor)]
+        found[maker] = [
+            (
+                *(type(t), t.shape, t.stride(), t.dtype, t.device, t.storage_offset()),
+                *(t.untyped_storage().nbytes(), t.requires_grad, t._version, t._is_view(), t.is_leaf),
+            )
+            for t in tensors
+        ]
+        blocks = [block for chunk in program.chunks for block in chunk.allocate]
+        raw = sum(block.raw > 0 for block in blocks)
+        allocated = sum(event[0] == "alloc" for event in device.events)
+        assert allocated == (raw if maker == -1 else len(blocks)), "nobody asked Python"
+        # The launch was told where each one lies.
+        bases = {r: b for event in device.events if event[0] == "launch" for r, b in event[1].items()}
+        for result, spec in zip(done[0], program.built.template.outputs, strict=True):
+            if spec.region is not None:
+                assert spec.layout is not None
+                assert result.data_ptr() == bases[spec.region] + spec.layout.offset
+        del done, tensors, result
+        gc.collect()
+        assert not device.living
+    assert found[None] == found[-1]
+
+
+def test_tensors_in_inference_mode_are_those_that_python_makes() -> None:
+    kinds = []
+    for maker in (None, -1):
+        device = FakeDevice()
+        device.made_on = maker
+        program = made(device, CASE)
+        with torch.inference_mode():
+            done = in_c(program)(arguments(program))
+        assert done is not None
+        kinds.append([t.is_inference() for t in done[0] if isinstance(t, torch.Tensor)])
+    assert kinds[0] == kinds[1]
+    assert any(kinds[0])
+
+
+def test_where_cpp_makes_none_python_does_and_its_error_shows() -> None:
+    device = FakeDevice()
+    device.made_on = 5  # a device that this machine does not have
+    program = made(device, CASE)
+    call = in_c(program)
+    assert call(arguments(program)) is not None
+    asked = [event for event in device.events if event[0] == "alloc"]
+    assert len(asked) == sum(len(chunk.allocate) for chunk in program.chunks)
+    device.refuse_all = device.refuse_raw = True
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        call(arguments(program))
+
+
+def test_without_a_cpp_compiler_python_makes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "load_tensors", lambda: None)
+    device = FakeDevice()
+    device.made_on = -1
+    program = made(device, CASE)
+    assert in_c(program)(arguments(program)) is not None
+    asked = [event for event in device.events if event[0] == "alloc"]
+    assert len(asked) == sum(len(chunk.allocate) for chunk in program.chunks)
+
+
+def test_the_maker_of_tensors_is_built_here() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    assert libraries.load_tensors() is not None
 
 
 LENT = {**CASE, "workspace": 1 << 20}

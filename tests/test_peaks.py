@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pgraph
 from pgraph.drivers import choice
-from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
+from pgraph.drivers.peak_stats import SMALL, FreeBlock, GhostPeaks, PeakLedger, lift
 from pgraph.runtime.statistics import Report
 
 
@@ -119,3 +121,85 @@ def test_the_report_says_what_to_subtract_and_why(monkeypatch: pytest.MonkeyPatc
     assert "max_memory" not in str(Report(()))
     monkeypatch.undo()
     assert pgraph.report().ghost_peaks == ()
+
+
+class Cache:
+    """How PyTorch's caching allocator serves requests from free blocks: best fit, which it may divide."""
+
+    def __init__(self, free: list[FreeBlock]) -> None:
+        self.free = list(free)
+        self.given = 0
+
+    def allocate(self, nbytes: int, stream: int) -> None:
+        small = nbytes <= SMALL
+        fitting = [b for b in self.free if (b.stream, b.small) == (stream, small) and b.nbytes >= nbytes]
+        assert fitting, f"{nbytes} bytes would have to come from the device"
+        best = min(fitting, key=lambda b: b.nbytes)
+        self.free.remove(best)
+        rest = best.nbytes - nbytes
+        if rest >= 512 if small else rest > SMALL:
+            self.free.append(FreeBlock(rest, stream, small))
+            self.given += nbytes
+        else:
+            self.given += best.nbytes
+
+
+BLOCKS = st.lists(
+    st.builds(
+        FreeBlock, st.integers(1, 8 * SMALL // 512).map(lambda n: 512 * n), st.integers(0, 2), st.just(False)
+    )
+    | st.builds(
+        FreeBlock, st.integers(1, 2 * SMALL // 512).map(lambda n: 512 * n), st.integers(0, 2), st.just(True)
+    )
+)
+
+
+@given(free=BLOCKS, share=st.floats(0, 1), ghosts=st.integers(0, 4).map(lambda n: n * 2 * SMALL))
+def test_peaks_are_raised_out_of_the_cache(free: list[FreeBlock], share: float, ghosts: int) -> None:
+    usable = sum(b.nbytes for b in free if b.small or b.nbytes > SMALL)
+    missing = int(usable * share) // 512 * 512
+    now = (1000 * SMALL, 3000 * SMALL)
+    plan = lift((now[0] + missing + ghosts, now[1] + ghosts), now, free)
+    if plan is None:
+        return
+    cache = Cache(free)
+    for nbytes, stream in plan.blocks:
+        cache.allocate(nbytes, stream)
+    assert plan.ghosts == ghosts
+    assert abs(missing - cache.given) <= 2 * SMALL
+
+
+def test_one_free_block_is_enough() -> None:
+    """The usual case: after a step the cache holds what the step had in use."""
+    large = [FreeBlock(100 * SMALL, 0, False)]
+    for missing in (2 * SMALL, 50 * SMALL, 98 * SMALL, 100 * SMALL):
+        plan = lift((missing, 100 * SMALL), (0, 100 * SMALL), large)
+        assert plan is not None
+        assert plan.blocks == ((missing, 0),)
+    plan = lift((100 * SMALL - 512, 100 * SMALL), (0, 100 * SMALL), large)
+    assert plan is not None
+    assert plan.blocks == ((99 * SMALL - 512, 0),), "the block is not divided so near its end"
+
+
+@pytest.mark.parametrize(
+    ("peaks", "now"),
+    [((10, 90), (20, 90)), ((90, 90), (20, 95)), ((20, 90), (10, 10))],
+    ids=["more is allocated", "more is reserved", "too little was allocated"],
+)
+def test_what_cannot_be_raised_is_left(peaks: tuple[int, int], now: tuple[int, int]) -> None:
+    free = [FreeBlock(100 * SMALL, 0, False)]
+    assert lift((peaks[0] * SMALL, peaks[1] * SMALL), (now[0] * SMALL, now[1] * SMALL), free) is None
+
+
+def test_a_cache_in_small_pieces_is_no_help() -> None:
+    free = [FreeBlock(SMALL, 0, False)] * 50
+    assert lift((30 * SMALL, 60 * SMALL), (10 * SMALL, 60 * SMALL), free) is None
+
+
+def test_a_restored_ledger_tells_nothing() -> None:
+    ledger = PeakLedger(1)
+    ledger.before(100)
+    ledger.after(140)
+    assert ledger.excess(140) == (40,)
+    ledger.restored()
+    assert ledger.excess(100) == ledger.excess(140) == (0,)

@@ -25,6 +25,8 @@ from pgraph.ops.safety import mark_unsafe, refusal, unmark_unsafe
 from pgraph.partition.scan import scan
 from pgraph.reason_codes import CATALOGUE
 from pgraph.reasons import Reason
+from pgraph.runtime.economy import not_worth
+from pgraph.runtime.trial import Trial
 from pgraph.template.match import match
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording
@@ -221,6 +223,8 @@ MADE: dict[str, Produce] = {
     "hidden-pointer": pointing(HostFaults(pointer_constant=FRAMEWORK + 8)),
     "ambiguous-word": pointing(HostFaults(moving_words=(FRAMEWORK + 8, FRAMEWORK + 16))),
     "device-failed": lambda patch: run(HostFaults(fail_at="op")),
+    "no-gain": lambda patch: [Trial(3, [7e-6] * 3, [9e-6] * 4).reason()],
+    "sizes-vary": lambda patch: [not_worth()],
     "launch-failed": lambda patch: run(HostFaults(fail_at="launch")),
     "internal-error": internal_error,
 }

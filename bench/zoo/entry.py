@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Inputs = tuple[Tensor, ...]
-PRECISIONS = ("bf16 autocast", "bf16 weights", "fp32")
+PRECISIONS = ("bf16 autocast", "fp16 autocast", "bf16 weights", "fp32")
+OPTIMIZERS = ("none", "sgd", "adamw")
 
 
 class Draw:
@@ -31,6 +32,10 @@ class Draw:
         """int64 in [low, high)."""
         return torch.randint(low, high, shape, generator=self.random).to(self.device)
 
+    def size(self, low: int, high: int) -> int:
+        """A number in [low, high), such as a length."""
+        return int(torch.randint(low, high, (), generator=self.random))
+
     def mask(self, batch: int, length: int) -> Tensor:
         """int64 (batch, length) of ones, with padding behind the last quarter or less of some rows."""
         ends = torch.randint(3 * length // 4, length + 1, (batch, 1), generator=self.random)
@@ -50,7 +55,18 @@ class Entry:
         conv: whether convolutions do most of the work.
         timed: whether all backends are timed on it.
         cost: how long it takes to compile, in rough units; the longest start first.
-        precision: one of `PRECISIONS`.
+        precision: one of `PRECISIONS`. With fp16 a loss is scaled before its backward; with bf16 weights
+            floating inputs are bf16, too.
+        modes: ``"train"`` and ``"infer"``, or one of them.
+        package: that it needs; empty: its collection's.
+        optimizer: one of `OPTIMIZERS`: what ends a timed training step. Checks compare gradients instead.
+        regions: the parts of the program that are compiled, each by itself; None: the program as a whole.
+        dynamic: sizes differ from step to step, and torch.compile is left to find that out.
+        served: inputs come from the host's memory, and outputs go back there, at each timed step.
+        input_sets: sets of inputs that timed steps take in turn.
+        check_batch: rows of a checked step; None: as `batch`; 0: not checked, since another entry is the
+            same model.
+        counted: whether launches are counted.
     """
 
     name: str
@@ -61,6 +77,20 @@ class Entry:
     timed: bool = False
     cost: float = 1.0
     precision: str = "bf16 autocast"
+    modes: tuple[str, ...] = ("train", "infer")
+    package: str = ""
+    optimizer: str = "none"
+    regions: Callable[[Any], Sequence[nn.Module]] | None = None
+    dynamic: bool = False
+    served: bool = False
+    input_sets: int = 4
+    check_batch: int | None = None
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        for value, known in ((self.precision, PRECISIONS), (self.optimizer, OPTIMIZERS)):
+            if value not in known:
+                raise ValueError(f"{self.name}: {value!r} is unknown; choose one of {', '.join(known)}")
 
 
 def without_chance(module: nn.Module) -> nn.Module:

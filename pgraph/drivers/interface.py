@@ -231,6 +231,8 @@ class NativeCalls:
         capturing: ``int (void *stream, int *status)``: writes whether the stream is being captured;
             0 is no. Or None.
         failed: (error code of a launch) -> never: raises.
+        made_on: the device for tensors that `native/tensors.cpp` makes in place of `empty`: a CUDA device's
+            index, -1 for the CPU; None if it makes none.
     """
 
     empty: Callable[..., torch.Tensor]
@@ -243,6 +245,7 @@ class NativeCalls:
     failed: Callable[[int], None]
     workspace: int | None = None
     no_workspace: Callable[[int], None] | None = None
+    made_on: int | None = None
 
 
 class Driver(abc.ABC):
@@ -252,6 +255,9 @@ class Driver(abc.ABC):
     device: torch.device
     alignment: ClassVar[int] = ALIGNMENT
     """Bytes to which the device's allocator aligns everything, at most `ALIGNMENT`."""
+
+    host_times: ClassVar[bool] = False
+    """Whether what the host spends on a launch here is what it spends on a device."""
 
     @abc.abstractmethod
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:

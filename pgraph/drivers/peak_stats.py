@@ -2,17 +2,27 @@
 
 Note [Ghosts in the statistics]
 What an op allocates while it is captured comes from a pool of the caching allocator over ghost
-memory. It takes no memory, but the allocator counts it, and its peaks cannot be reset without losing the
-program's own. So a capture notes the peaks before and after itself. As long as a peak is what a capture
-left, the program's own peak lies somewhere between the two; once the program has used more, or has reset its
-statistics, the peak is its own.
+memory. It takes no memory, but the allocator counts it. So when a partition was captured the peaks are made
+right again, where that is possible (Note [Peaks made right] in `pgraph.drivers.cuda.peaks`).
+
+Where it is not, what may be ghosts is told. A capture notes the peaks before and after itself. As long as a
+peak is what a capture left, the program's own peak lies somewhere between the two; once the program has used
+more, or has reset its statistics, the peak is its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Final
 
-__all__ = ["GhostPeaks", "PeakLedger"]
+__all__ = ["SMALL", "FreeBlock", "GhostPeaks", "Lift", "PeakLedger", "lift"]
+
+SMALL: Final = 1 << 20
+"""The caching allocator serves requests of up to so many bytes from small segments, others from large ones.
+It leaves no rest of this size or less in a large one: whoever asks gets it, too."""
+
+_GRANULE: Final = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +70,80 @@ class PeakLedger:
     def excess(self, *peaks: int) -> tuple[int, ...]:
         """How much of each peak may be ghosts."""
         return tuple(
-            peak - own if peak == left else 0
+            max(peak - own, 0) if peak == left else 0
             for peak, own, left in zip(peaks, self._own, self._left, strict=True)
         )
+
+    def restored(self) -> None:
+        """The peaks are the program's own again."""
+        self._left = [-1] * len(self._left)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeBlock:
+    """A block in the allocator's cache.
+
+    Args:
+        nbytes: its size.
+        stream: that it serves.
+        small: whether it lies in a small segment.
+    """
+
+    nbytes: int
+    stream: int
+    small: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lift:
+    """What to allocate, all at once, to raise the peaks.
+
+    Args:
+        blocks: (bytes, stream), from the allocator's cache, in this order.
+        ghosts: bytes that the cache does not have.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    ghosts: int
+
+
+def lift(peaks: tuple[int, int], now: tuple[int, int], free: Sequence[FreeBlock]) -> Lift | None:
+    """How to raise peaks that stand at what is in use now to what they were, to within `SMALL`.
+
+    Args:
+        peaks: (allocated, reserved) bytes that they are to show.
+        now: (allocated, reserved) bytes in use.
+        free: blocks of the cache.
+
+    Returns:
+        None if that is not possible: more is in use than was at the peak, or the cache is in pieces that
+        are too small.
+    """
+    missing, ghosts = peaks[0] - now[0], peaks[1] - now[1]
+    if missing < 0 or not 0 <= ghosts <= missing:
+        return None
+    missing -= ghosts
+    blocks: list[tuple[int, int]] = []
+    for block in sorted((b for b in free if not b.small), key=lambda b: -b.nbytes):
+        taken = _of_large(block.nbytes, missing)
+        if taken:
+            blocks.append((taken, block.stream))
+            missing -= taken
+    for block in sorted((b for b in free if b.small), key=lambda b: -b.nbytes):
+        rest = block.nbytes
+        while rest > 0 and missing > 0:
+            taken = min(rest, SMALL, -(-missing // _GRANULE) * _GRANULE)
+            blocks.append((taken, block.stream))
+            rest, missing = rest - taken, missing - taken
+    return Lift(tuple(blocks), ghosts) if missing <= SMALL else None
+
+
+def _of_large(nbytes: int, missing: int) -> int:
+    """Bytes to ask of a large block, so that no more than is missing is given; 0 for none."""
+    if nbytes <= missing:
+        taken = nbytes
+    elif nbytes - missing > SMALL:
+        taken = -(-missing // _GRANULE) * _GRANULE
+    else:
+        taken = nbytes - SMALL - _GRANULE
+    return taken if taken > SMALL else 0

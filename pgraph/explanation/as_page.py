@@ -18,6 +18,7 @@ _LOOKS = {
     "uncaptured": ("#c62828", "○"),
     "too small": ("#ef6c00", "◌"),
     "refused": ("#6a1b9a", "✕"),
+    "set aside": ("#1565c0", "◇"),
     "warming up": ("#546e7a", "…"),
     "not run": ("#9e9e9e", "-"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 
 from pgraph.explanation.findings import Change, Findings, PartitionExplanation
 from pgraph.reasons import Reason
@@ -110,12 +111,24 @@ def _partition(partition: PartitionExplanation, times: bool) -> list[str]:
             f"    plan: {amount(partition.chunks, 'chunk')}, {amount(partition.blocks, 'block')}, "
             f"peak {partition.plan_peak:,} B, eager {partition.eager_peak:,} B"
         )
+    if times and partition.saved_s is not None:
+        lines.append(f"    {_gain(partition)}")
     if partition.splits:
         cost = f", in {partition.split_s:.1f} s" if times else ""
         lines.append(f"    split by pgraph itself {amount(partition.splits, 'time')}{cost}")
     for reason in partition.reasons:
         lines += _reason(reason, " " * 4)
     return lines
+
+
+def _gain(partition: PartitionExplanation) -> str:
+    """What its captures save, and when they have paid for themselves."""
+    saved, cost = partition.saved_s, f"captured in {partition.capture_s * 1e3:,.0f} ms"
+    assert saved is not None
+    if saved <= 0:
+        return f"saves no host time; {cost}"
+    steps = math.ceil(partition.capture_s / saved)
+    return f"saves {saved * 1e6:,.0f} us of host time; {cost}, paid back after {amount(steps, 'step')}"
 
 
 def _ops(ops: tuple[tuple[str, int], ...]) -> str:

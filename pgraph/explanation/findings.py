@@ -22,7 +22,8 @@ class PartitionExplanation:
         kind: "forward", "backward" or "inference".
         graph: number of the graph in this process.
         partition: position in the graph.
-        state: "captured", "uncaptured", "too small", "refused", "warming up" or "not run".
+        state: "captured", "uncaptured", "too small", "refused", "set aside", "warming up" or
+            "not run".
         ops: (name, count) of its device ops.
         kernels: nodes of the capture in use; None if there is none.
         captures: made so far, one per set of sizes and alignments.
@@ -34,6 +35,8 @@ class PartitionExplanation:
         exec_bytes: device memory held for all execs.
         calls: in one step.
         seconds: of host time in one step, all calls together; None if it did not run.
+        own_s: host seconds that its own code takes in one step; None where that was not measured.
+        capture_s: seconds that its captures took.
         reasons: why it is not captured.
         piece: position in what pgraph made of the partition when it split it by itself; None if it did not.
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
@@ -60,6 +63,13 @@ class PartitionExplanation:
     piece: int | None = None
     splits: int = 0
     split_s: float = 0.0
+    own_s: float | None = None
+    capture_s: float = 0.0
+
+    @property
+    def saved_s(self) -> float | None:
+        """Host seconds that launches save in one step; None where that was not measured."""
+        return None if self.own_s is None or self.seconds is None else self.own_s - self.seconds
 
     @property
     def place(self) -> str:

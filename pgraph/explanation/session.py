@@ -78,10 +78,12 @@ class _Explainer:
                 while len(self._history) < self._steps:
                     self._step(args, kwargs)
                 measured = self._history[-1:]
+                own = []
             else:
                 while not self._settled() and len(self._history) < _LIMIT:
                     self._step(args, kwargs)
                 measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
+                own = self._own_code(args, kwargs)
             between = observe.count_ops(lambda: self._fn(*args, **kwargs))
         live = set(registry.live_partitions())  # those that were split are gone
         seen = [
@@ -93,7 +95,7 @@ class _Explainer:
             for p in registry.live_partitions()
             if p not in seen and (id(p) not in known or p.stats.facts.graph.number in numbers)
         ]
-        partitions = tuple(_partition(partition, measured) for partition in (*seen, *idle))
+        partitions = tuple(_partition(partition, measured, own) for partition in (*seen, *idle))
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
         calls = {p.graph: p.calls for p in reversed(partitions)}
         found = _breaks(graphs, heard)
@@ -130,6 +132,18 @@ class _Explainer:
         self._history.append(watch.runs)
         return watch.runs
 
+    def _own_code(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[observe.Run]]:
+        """What the captured partitions' own code takes, where host times are those of a device."""
+        built = [s.built for p in registry.live_capturable() for s in p.specializations()]
+        if not any(one is not None and one.driver.host_times for one in built):
+            return []
+        found = []
+        for _ in range(_MEASURED):
+            with observe.watching(uncaptured=True) as watch:
+                self._fn(*args, **kwargs)
+            found.append(watch.runs)
+        return found
+
     def _settled(self) -> bool:
         """Everything that can be captured was launched, or nothing has changed for a while."""
         if len(self._history) < 2:
@@ -142,13 +156,23 @@ class _Explainer:
 
 
 def _may_launch(partition: Any) -> bool:
-    return bool(partition.stats.facts.safe and partition.stats.reason is None)
+    counters = partition.stats
+    return bool(counters.facts.safe and counters.reason is None and counters.state != "set aside")
 
 
-def _partition(partition: Any, measured: Sequence[Sequence[observe.Run]]) -> PartitionExplanation:
+def _times(partition: Any, steps: Sequence[Sequence[observe.Run]]) -> list[list[float]]:
+    return [[run.seconds for run in step if run.partition is partition] for step in steps]
+
+
+def _partition(
+    partition: Any,
+    measured: Sequence[Sequence[observe.Run]],
+    own: Sequence[Sequence[observe.Run]] = (),
+) -> PartitionExplanation:
     counters: statistics.PartitionStats = partition.stats
     known = counters.facts
-    times = [[run.seconds for run in step if run.partition is partition] for step in measured]
+    times = _times(partition, measured)
+    own_times = _times(partition, own) if counters.state == "captured" else []
     template = partition.template() if known.safe else None
     kinds = [template.regions[slot.region].kind for slot in template.slots] if template else []
     return PartitionExplanation(
@@ -176,6 +200,8 @@ def _partition(partition: Any, measured: Sequence[Sequence[observe.Run]]) -> Par
         reasons=counters.reasons,
         splits=counters.splits,
         split_s=counters.split_s,
+        own_s=min((sum(step) for step in own_times if step), default=None),
+        capture_s=counters.capture_s,
     )
 
 

@@ -40,6 +40,8 @@ class Calls:
         tensor_type: the Python class whose objects hold a C++ tensor in place.
         tensor_offset, tensor_class: see `pgraph.compat.tensor_layout`.
         device: what the driver offers.
+        reinterpret: the maker of results that `make_alias` replaces.
+        number_of, make_tensor, make_alias: of `tensors.cpp`; None where Python functions make tensors.
     """
 
     handles_of: Callable[[list[torch.Tensor]], list[Any]]
@@ -53,6 +55,10 @@ class Calls:
     tensor_offset: int
     tensor_class: int
     device: NativeCalls
+    reinterpret: Callable[..., torch.Tensor]
+    number_of: int | None = None
+    make_tensor: int | None = None
+    make_alias: int | None = None
 
 
 def native_program(program: Program) -> Any:
@@ -103,6 +109,9 @@ def _calls(driver: Driver) -> Calls | None:
     handles_of, functions = shims
     dim, size, stride, data_ptr, delete_handle = (libraries.address_of(function) for function in functions)
     tensor_offset, tensor_class = compat.tensor_layout()
+    makers = libraries.load_tensors() if device.made_on is not None else None
+    names = {"number_of": "pg_scalar_type", "make_tensor": "pg_empty", "make_alias": "pg_alias"}
+    made = {call: libraries.address_of(getattr(makers, name)) for call, name in names.items() if makers}
     return Calls(
         handles_of=handles_of,
         dim=dim,
@@ -115,4 +124,6 @@ def _calls(driver: Driver) -> Calls | None:
         tensor_offset=tensor_offset,
         tensor_class=tensor_class,
         device=device,
+        reinterpret=compat.reinterpret,
+        **made,
     )

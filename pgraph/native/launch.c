@@ -5,9 +5,10 @@
  * launches, frees, and returns (results, rewritten nodes, index of the program); if not, it returns None
  * and has touched nothing.
  *
- * Tensors are read through torch's C shims (the ABI of its ahead-of-time compiled code), made by the same
- * Python callable that generated code uses; memory that no result needs comes from the caching allocator
- * without a tensor around it. No torch, CUDA or driver header is needed: Python hands over addresses.
+ * Tensors are read through torch's C shims (the ABI of its ahead-of-time compiled code), made by `tensors.cpp`
+ * or, where that is not there or declines, by the same Python callables that generated code uses; memory that
+ * no result needs comes from the caching allocator without a tensor around it. No torch, CUDA or driver header
+ * is needed here: Python hands over addresses.
  *
  * Note [Handles in place]
  * The shims take a pointer to a C++ tensor. torch gives one for a Python object by a list of capsules, which
@@ -31,6 +32,9 @@ typedef int32_t (*fn_free)(void *memory);
 typedef int64_t (*fn_launch)(const void *exec, void *stream, const uint64_t *bases);
 typedef int (*fn_capturing)(void *stream, int *status);
 typedef uint64_t (*fn_workspace)(void *stream, uint64_t nbytes);
+typedef int64_t (*fn_number)(PyObject *dtype);
+typedef PyObject *(*fn_make)(int64_t ndim, const int64_t *layout, int64_t dtype, int64_t device, uint64_t *address);
+typedef PyObject *(*fn_alias)(const void *owner, int64_t ndim, const int64_t *layout, int64_t offset);
 
 typedef struct { /* a device tensor among the arguments */
     Py_ssize_t position;
@@ -54,9 +58,16 @@ typedef struct {
     uint64_t offset; /* bytes from the block's first */
 } pg_tenant;
 
+typedef struct { /* of a tensor that `tensors.cpp` can make */
+    Py_ssize_t ndim;
+    int64_t *layout; /* ndim sizes, then ndim strides, in elements; NULL: Python makes it */
+} pg_layout;
+
 typedef struct {
     int64_t block;
     PyObject *size, *stride, *dtype;
+    pg_layout made;
+    int64_t number; /* of the dtype */
     uint64_t raw; /* bytes, where no result lies in it: memory without a tensor; else 0 */
     Py_ssize_t n_tenants;
     pg_tenant *tenants;
@@ -77,6 +88,8 @@ typedef struct {
     PyObject *constant;
     PyObject *make; /* Py_None: the owner itself */
     PyObject *args; /* of `make`, after the owner */
+    pg_layout made; /* where `make` is `reinterpret` */
+    int64_t offset; /* likewise: elements after the owner's first */
 } pg_result;
 
 enum { GUARDS, ALLOCATE, LAUNCH, FREE, RESULTS, N_PHASES };
@@ -104,6 +117,11 @@ typedef struct {
     fn_launch launch;
     fn_capturing capturing;
     fn_workspace workspace_of;
+    fn_number number_of; /* NULL, and so are the next two: there is no `tensors.cpp` */
+    fn_make make_tensor;
+    fn_alias make_alias;
+    int64_t made_on; /* the device, as `make_tensor` takes it */
+    PyObject *reinterpret;
     int timed;
     uint64_t spent[N_PHASES]; /* nanoseconds, since timing was switched on */
 } pg_program;
@@ -288,14 +306,21 @@ static int allocate(const pg_program *p, const pg_alloc *a, pg_frame *f)
         f->raw[a->block] = memory;
         address = (uint64_t)(uintptr_t)memory;
     } else {
-        /* Also where raw memory was refused: the framework's own error is the better one. */
-        PyObject *layout[] = {a->size, a->stride, a->dtype};
-        PyObject *tensor = PyObject_Vectorcall(p->empty, layout, 3, NULL);
-        if (!tensor)
-            return -1;
+        /* Python's function comes last, also where memory was refused: the framework's own error is the better
+         * one. */
+        PyObject *layout[] = {a->size, a->stride, a->dtype}, *tensor = NULL;
+        if (a->made.layout)
+            tensor = p->make_tensor(a->made.ndim, a->made.layout, a->number, p->made_on, &address);
+        if (!tensor) {
+            tensor = PyObject_Vectorcall(p->empty, layout, 3, NULL);
+            if (!tensor)
+                return -1;
+            if (address_of(p, tensor, &address)) {
+                Py_DECREF(tensor);
+                return -1;
+            }
+        }
         f->tensors[a->block] = tensor;
-        if (address_of(p, tensor, &address))
-            return -1;
     }
     for (Py_ssize_t i = 0; i < a->n_tenants; i++)
         f->bases[a->tenants[i].region] = address + a->tenants[i].offset;
@@ -365,7 +390,7 @@ static int64_t run_chunks(pg_program *p, pg_frame *f, void *stream, int *launche
 }
 
 /* `before`: the results up to this one. */
-static PyObject *result_of(const pg_frame *f, const pg_result *r, PyObject *before)
+static PyObject *result_of(const pg_program *p, const pg_frame *f, const pg_result *r, PyObject *before)
 {
     if (r->source == CONSTANT)
         return Py_NewRef(r->constant);
@@ -378,6 +403,10 @@ static PyObject *result_of(const pg_frame *f, const pg_result *r, PyObject *befo
     }
     if (r->make == Py_None)
         return Py_NewRef(owner);
+    void *handle = r->made.layout ? handle_in(p, owner) : NULL;
+    PyObject *made = handle ? p->make_alias(handle, r->made.ndim, r->made.layout, r->offset) : NULL;
+    if (made)
+        return made;
     PyObject *args[4] = {owner};
     Py_ssize_t n = PyTuple_GET_SIZE(r->args);
     for (Py_ssize_t i = 0; i < n; i++)
@@ -389,7 +418,7 @@ static PyObject *results_of(const pg_program *p, const pg_frame *f)
 {
     PyObject *list = PyList_New(p->n_results);
     for (Py_ssize_t i = 0; list && i < p->n_results; i++) {
-        PyObject *one = result_of(f, &p->results[i], list);
+        PyObject *one = result_of(p, f, &p->results[i], list);
         if (!one)
             Py_CLEAR(list);
         else
@@ -485,12 +514,16 @@ static void free_program(pg_program *p)
     for (Py_ssize_t i = 0; p->inputs && i < p->n_inputs; i++)
         PyMem_Free(p->inputs[i].size);
     for (Py_ssize_t c = 0; p->chunks && c < p->n_chunks; c++) {
-        for (Py_ssize_t i = 0; p->chunks[c].allocs && i < p->chunks[c].n_allocs; i++)
+        for (Py_ssize_t i = 0; p->chunks[c].allocs && i < p->chunks[c].n_allocs; i++) {
             PyMem_Free(p->chunks[c].allocs[i].tenants);
+            PyMem_Free(p->chunks[c].allocs[i].made.layout);
+        }
         PyMem_Free(p->chunks[c].allocs);
         PyMem_Free(p->chunks[c].frees);
         PyMem_Free(p->chunks[c].releases);
     }
+    for (Py_ssize_t i = 0; p->results && i < p->n_results; i++)
+        PyMem_Free(p->results[i].made.layout);
     PyMem_Free(p->inputs);
     PyMem_Free(p->values);
     PyMem_Free(p->traits);
@@ -564,6 +597,20 @@ static void *address_field(PyObject *object, const char *name)
     return !value || value == Py_None ? NULL : (void *)(uintptr_t)PyLong_AsUnsignedLongLong(value);
 }
 
+/* Sizes, then strides. NULL with an error if these are no tuples of one length. */
+static int64_t *layout_of(PyObject *size, PyObject *stride)
+{
+    if (!PyTuple_Check(size) || !PyTuple_Check(stride) || PyTuple_GET_SIZE(size) != PyTuple_GET_SIZE(stride)) {
+        PyErr_SetString(PyExc_ValueError, "a layout has as many strides as sizes");
+        return NULL;
+    }
+    PyObject *both = PySequence_Concat(size, stride);
+    Py_ssize_t n;
+    int64_t *found = both ? numbers(both, &n) : NULL;
+    Py_XDECREF(both);
+    return found;
+}
+
 static int read_tensor_guard(pg_input *in, PyObject *guard)
 {
     PyObject *size = tuple_field(guard, "size"), *stride = tuple_field(guard, "stride");
@@ -572,13 +619,9 @@ static int read_tensor_guard(pg_input *in, PyObject *guard)
     in->position = (Py_ssize_t)number_field(guard, "position");
     in->mask = (uint64_t)number_field(guard, "mask");
     in->ndim = PyTuple_GET_SIZE(size);
-    if (PyErr_Occurred() || in->position < 0 || PyTuple_GET_SIZE(stride) != in->ndim)
+    if (PyErr_Occurred() || in->position < 0)
         return -1;
-    PyObject *both = PySequence_Concat(size, stride);
-    Py_ssize_t n;
-    in->size = both ? numbers(both, &n) : NULL;
-    Py_XDECREF(both);
-    return in->size ? 0 : -1;
+    return (in->size = layout_of(size, stride)) ? 0 : -1;
 }
 
 static int read_guards(pg_program *p, PyObject *guards)
@@ -619,6 +662,10 @@ static int read_alloc(const pg_program *p, pg_alloc *a, PyObject *spec)
     a->stride = tuple_field(spec, "stride");
     a->dtype = field(spec, "dtype");
     if (PyErr_Occurred())
+        return -1;
+    a->number = p->number_of ? p->number_of(a->dtype) : -1;
+    a->made.ndim = PyTuple_GET_SIZE(a->size);
+    if (a->number >= 0 && !(a->made.layout = layout_of(a->size, a->stride)))
         return -1;
     for (Py_ssize_t i = 0; i < a->n_tenants; i++) {
         long long region, offset;
@@ -664,6 +711,22 @@ static int read_chunks(pg_program *p, PyObject *chunks)
     return 0;
 }
 
+/* Of a result that `tensors.cpp` can make. */
+static int read_alias(const pg_program *p, pg_result *r)
+{
+    if (!p->make_alias || r->make != p->reinterpret)
+        return 0;
+    PyObject *size, *stride;
+    long long offset;
+    if (!PyArg_ParseTuple(r->args, "OOL", &size, &stride, &offset))
+        return -1;
+    r->offset = offset;
+    if (!(r->made.layout = layout_of(size, stride)))
+        return -1;
+    r->made.ndim = PyTuple_GET_SIZE(size);
+    return 0;
+}
+
 static int read_results(pg_program *p, PyObject *results)
 {
     if (!results || !(p->results = zeroed(p->n_results = PyTuple_GET_SIZE(results), sizeof(pg_result))))
@@ -687,6 +750,8 @@ static int read_results(pg_program *p, PyObject *results)
             PyErr_SetString(PyExc_ValueError, "a view takes at most three arguments after its owner");
             return -1;
         }
+        if (read_alias(p, r))
+            return -1;
     }
     return 0;
 }
@@ -705,6 +770,11 @@ static int read_calls(pg_program *p, PyObject *calls)
     p->capturing = (fn_capturing)address_field(device, "capturing");
     p->workspace_of = (fn_workspace)address_field(device, "workspace");
     p->no_workspace = field(device, "no_workspace");
+    p->made_on = number_field(device, "made_on");
+    p->number_of = (fn_number)address_field(calls, "number_of");
+    p->make_tensor = (fn_make)address_field(calls, "make_tensor");
+    p->make_alias = (fn_alias)address_field(calls, "make_alias");
+    p->reinterpret = field(calls, "reinterpret");
     p->handles_of = field(calls, "handles_of");
     p->dim = (fn_read)address_field(calls, "dim");
     p->size = (fn_read)address_field(calls, "size");

@@ -4,10 +4,10 @@ What pays for it, measured on an H200: setting a kernel node's parameters takes 
 and 0.47-0.70 us from Python. Launches work without it, through the Python path in
 `pgraph.drivers` and `pgraph.launch.interpreter`; set ``PGRAPH_NATIVE=0`` to force that.
 
-Three sources: `rebind.c` needs nothing but C (`load`), `launch.c` is an extension module and
-needs Python's headers (`load_call`), as Triton's own launchers do; `workspaces.cpp` needs a C++
-compiler and PyTorch's headers (`load_workspaces`). That one does what Python cannot: what becomes of
-captures without it is told in Note [Others' workspaces].
+Four sources: `rebind.c` needs nothing but C (`load`), `launch.c` is an extension module and
+needs Python's headers (`load_call`), as Triton's own launchers do; `workspaces.cpp` and `tensors.cpp` need
+a C++ compiler and PyTorch's headers (`load_workspaces`, `load_tensors`). `workspaces.cpp` does what Python
+cannot: what becomes of captures without it is told in Note [Others' workspaces].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from pgraph.environment import WORDS
 from pgraph.native.structs import check_sizes
 
-__all__ = ["address_of", "load", "load_call", "load_workspaces"]
+__all__ = ["address_of", "load", "load_call", "load_tensors", "load_workspaces"]
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,7 @@ def load_workspaces() -> ctypes.CDLL | None:
             raise OSError(f"{header} declares no WorkspaceMapWithMutex, or no getCurrentCUDABlasHandle")
         path = _build(
             "workspaces.cpp",
-            "-std=c++17",
-            f"-I{root / 'include'}",
-            f"-L{root / 'lib'}",
-            "-ltorch_cuda",
-            "-lc10",
+            *_torch_flags(root, "torch_cuda", "c10"),
             tag=f"-{torch.__version__}",
             header=("WORKSPACE_MAP", f"{struct.group()}\ncublasContext* {handle.group(1)}\n"),
         )
@@ -123,11 +119,38 @@ def load_workspaces() -> ctypes.CDLL | None:
     return library
 
 
+@functools.cache
+def load_tensors() -> ctypes.CDLL | None:
+    """The library made of `tensors.cpp`; None where `load_call` gives None, or if it cannot be built."""
+    if load_call() is None:
+        return None
+    import torch
+
+    root = pathlib.Path(torch.__file__).parent
+    names, flags = ["torch_python", "torch_cpu", "c10"], [f"-I{sysconfig.get_path('include')}"]
+    if (root / "lib" / "libtorch_cuda.so").exists():
+        names.append("torch_cuda")
+        flags.append("-DPGRAPH_CUDA")
+    tag = f"-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+    try:
+        path = _build("tensors.cpp", *flags, *_torch_flags(root, *names), tag=tag)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as e:
+        log.info("Python functions make the results of launches: %s", e)
+        return None
+    return library
+
+
 def address_of(function: Any) -> int:
     """Address of a C function that `ctypes` found."""
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+def _torch_flags(root: pathlib.Path, *names: str) -> list[str]:
+    """To compile with PyTorch's headers, which need C++20 since 2.13, and to link with its libraries."""
+    return ["-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}", *(f"-l{name}" for name in names)]
 
 
 def _build(file: str, *flags: str, tag: str = "", header: tuple[str, str] | None = None) -> pathlib.Path:

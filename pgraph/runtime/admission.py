@@ -117,8 +117,11 @@ class Admission:
                 specialization = self._cache.get(args)
                 if specialization is None:
                     return None
+                if self._cache.set_aside and specialization.program is None:
+                    self._give_up(args)
+                    return None
             due = capture and specialization.due(self._options.warmup)
-            if due and self._cache.has_room(specialization, args):
+            if due and self._cache.pays(specialization) and self._cache.has_room(specialization, args):
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, self._capture, specialization, args)
                 else:

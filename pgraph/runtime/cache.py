@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,17 @@ from pgraph.launch.interpreter import launch_first
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
+from pgraph.runtime import trial
+from pgraph.runtime.economy import Economy, not_worth
 from pgraph.runtime.keeping import WAITING, Keeper
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
+from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["Captured", "SpecializationCache"]
+
+log = logging.getLogger(__name__)
 
 
 class Captured:
@@ -65,6 +71,7 @@ class SpecializationCache:
         lock: of the partition.
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
+        set_aside: one of them took longer to launch than to run, so that no other one is captured.
     """
 
     def __init__(
@@ -82,10 +89,12 @@ class SpecializationCache:
         self._stats = stats
         self._known: OrderedDict[Guards, Specialization] = OrderedDict()
         self._keeper = Keeper(options.max_captures, options.warmup)
+        self._economy = Economy()
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
+        self.set_aside = False
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
@@ -103,10 +112,35 @@ class SpecializationCache:
             self._keeper.used(self.latest.use)
         self._told = self._stats.launches
 
-    def ran(self, specialization: Specialization) -> None:
-        """Note an uncaptured run."""
+    def ran(self, specialization: Specialization, seconds: float) -> None:
+        """Note an uncaptured run, and how long it kept the host."""
         specialization.ran()
         self._keeper.ran(specialization.use, self._stats.launches)
+        self._economy.ran(seconds)
+        if specialization.trial is not None:
+            specialization.trial.own.append(seconds)
+            self._judge(specialization)
+
+    def timed(self, specialization: Specialization, seconds: float) -> None:
+        """Note how long a launch kept the host."""
+        self._economy.launched(seconds)
+        if specialization.trial is not None:
+            specialization.trial.launches.append(seconds)
+            self._judge(specialization)
+
+    def _judge(self, specialization: Specialization) -> None:
+        assert specialization.trial is not None
+        if not specialization.trial.over:
+            return
+        if not specialization.trial.gains:
+            self._let_go(specialization)
+            self.set_aside = True
+        specialization.judged()
+        self._renew()
+
+    def captured_as(self, specialization: Specialization) -> Captured:
+        """What launches this one: with all others, or by itself while it is on trial."""
+        return Captured([specialization]) if specialization.trial is not None else self.captured
 
     def find(self, args: Sequence[Any]) -> Specialization | None:
         """The captured one that can be launched on these arguments."""
@@ -124,6 +158,7 @@ class SpecializationCache:
         if found is None:
             self._forget_some()
             found = self._known[guards] = Specialization(guards)
+            self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
             self._stats.standings.append(found.standing)
         self._known.move_to_end(guards)
         return found
@@ -134,6 +169,24 @@ class SpecializationCache:
             gone = self._known.pop(guards)
             if gone.state is not State.REFUSED:  # a report goes on telling of those
                 self._stats.standings.remove(gone.standing)
+
+    def pays(self, specialization: Specialization) -> bool:
+        """Whether it is worth a capture, where sizes vary and host times are a device's."""
+        if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
+            return True
+        launches, runs = self._stats.launches, specialization.standing.runs
+        calls = launches + self._stats.uncaptured_runs
+        if self._economy.pays(runs, launches, calls, trial.clock()):
+            return True
+        if self._stats.waits is None:
+            self._stats.waits = not_worth()
+            log.info("%s: %s", self._stats.name, self._stats.waits)
+        return False
+
+    @property
+    def _steps_aside(self) -> bool:
+        options = self._options
+        return self._driver.host_times and options.step_aside and not options.require_full_capture
 
     def has_room(self, specialization: Specialization, args: Sequence[Any]) -> bool:
         """Whether it may have a capture, if need be in another's place (Note [Taking turns])."""
@@ -149,8 +202,12 @@ class SpecializationCache:
 
     def add(self, specialization: Specialization, program: Program) -> None:
         """It was captured; the least recently used capture goes if there is one too many."""
-        specialization.captured(program, native_program(program))
+        nodes = len(program.built.template.nodes)
+        tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside else None
+        specialization.captured(program, native_program(program), tried)
         self._stats.captured(program.built)
+        self._stats.waits = None
+        self._economy.captured(program.built.seconds)
         self.launched(specialization)
         for gone in self._by_use()[: -self._options.max_captures]:
             self._let_go(gone)
@@ -163,17 +220,20 @@ class SpecializationCache:
         """Let its execs go, if it has any: they are freed with their last reference."""
         if specialization.program is not None:
             self._let_go(specialization)
-            specialization.program = specialization.native = None
+            specialization.program = specialization.native = specialization.trial = None
             self._renew()
 
     def clear(self) -> None:
         """Forget everything."""
         for specialization in self._by_use():
             self._let_go(specialization)
-            specialization.program = specialization.native = None
+            specialization.program = specialization.native = specialization.trial = None
+        self.set_aside = False
         self._known.clear()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup)
+        self._economy = Economy()
+        self._stats.waits = None
         self.latest = None
         self._renew()
 
@@ -188,4 +248,5 @@ class SpecializationCache:
             self.latest = None
 
     def _renew(self) -> None:
-        self.captured = Captured([s for s in self._known.values() if s.program is not None])
+        ready = [s for s in self._known.values() if s.program is not None and s.trial is None]
+        self.captured = Captured(ready)

@@ -40,11 +40,13 @@ class Watch:
 
     Args:
         mark: show each call to the profiler, see `count_ops`.
+        uncaptured: run the partitions' own code, also of those that are captured.
     """
 
-    def __init__(self, mark: bool = False) -> None:
+    def __init__(self, mark: bool = False, uncaptured: bool = False) -> None:
         self.runs: list[Run] = []
         self._mark = mark
+        self._uncaptured = uncaptured
         self._inside = threading.local()
 
     def outside(self) -> bool:
@@ -55,11 +57,12 @@ class Watch:
         """Call a partition and note it."""
         drain()
         launches = partition.stats.launches
+        run = partition.code if self._uncaptured else partition
         self._inside.yes = True
         start = time.perf_counter()
         try:
             with torch.autograd.profiler.record_function(_MARK) if self._mark else contextlib.nullcontext():
-                result = partition(args)
+                result = run(args)
         finally:
             self._inside.yes = False
         self.runs.append(Run(partition, time.perf_counter() - start, partition.stats.launches > launches))
@@ -75,10 +78,10 @@ _FREE = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_str
 
 
 @contextlib.contextmanager
-def watching(mark: bool = False) -> Iterator[Watch]:
-    """Watch every part of this process for the duration of the block; blocks may nest."""
+def watching(mark: bool = False, uncaptured: bool = False) -> Iterator[Watch]:
+    """Watch every part of this process for the duration of the block; blocks may nest. See `Watch`."""
     global watch
-    before, watch = watch, Watch(mark)
+    before, watch = watch, Watch(mark, uncaptured)
     try:
         yield watch
     finally:

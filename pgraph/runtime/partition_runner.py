@@ -2,7 +2,7 @@
 
 Each set of sizes, layouts and alignments of its arguments is a *specialization* with a state machine of its
 own (`pgraph.runtime.specialization`): it is run uncaptured, then captured twice, matched, planned and
-launched for ever; or refused, and run uncaptured with the reason.
+launched for ever; or refused, or set aside after a trial, and run uncaptured with the reason.
 
 Where one op is at fault, the partition is split around it instead (`pgraph.compiler.resplit`), and its
 pieces run in its place from then on.
@@ -28,14 +28,14 @@ from pgraph.launch.interpreter import Launched, launch_first
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, statistics, trimming
+from pgraph.runtime import observe, registry, statistics, trial, trimming
 from pgraph.runtime.admission import Admission, Code
 from pgraph.runtime.cache import Captured, SpecializationCache
 from pgraph.runtime.failures import LaunchFailure, launch_failed
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import Dimension, Sizes
-from pgraph.runtime.specialization import Specialization, State
+from pgraph.runtime.specialization import Specialization
 from pgraph.template.template import Template
 
 __all__ = ["PartitionRunner"]
@@ -119,12 +119,16 @@ class PartitionRunner:
             instead = self._instead
             if instead is not None:
                 return instead(args)
-            captured = self._cache.captured
-            if specialization is not None and specialization.state is State.CAPTURED:
+            if specialization is not None and specialization.launches_next:
+                captured = self._cache.captured_as(specialization)
+                start = trial.clock()
                 try:  # also where another device is current
                     launched = self._launch(captured, args)
                 except _LAUNCH_ERRORS as e:
                     failed = self._failed(captured, e)
+                if launched is not None:
+                    with self._cache.lock:
+                        self._cache.timed(specialization, trial.clock() - start)
         if failed is not None:  # not in a handler: the error's frames hold memory
             self.admission.insist(failed.reason)
             return self._run_uncaptured(args, None)
@@ -211,6 +215,7 @@ class PartitionRunner:
         return LaunchFailure(reason)
 
     def _run_uncaptured(self, args: list[Any], specialization: Specialization | None) -> Any:
+        start = trial.clock()
         if compat.profiling():
             result = in_range("uncaptured", self._label, self._plain, args)
         else:
@@ -218,7 +223,7 @@ class PartitionRunner:
         self.stats.uncaptured_runs += 1
         if specialization is not None:
             with self._cache.lock:
-                self._cache.ran(specialization)
+                self._cache.ran(specialization, trial.clock() - start)
         return result
 
     def _short_of_memory(self, error: Exception) -> None:

@@ -10,7 +10,14 @@ The state machine, from which reports and explanations derive all that they say:
        |                    evicted               |
        +------------------------------------------+
 
-A refused one stays refused until `pgraph.reset()`, and says nothing of the others.
+A recording of few nodes is on trial first (`pgraph.runtime.trial`), which counts as captured above::
+
+                 captured             kept
+    WARMING UP ----------> ON TRIAL -------> CAPTURED
+                               |  set aside
+                               +-----------> SET ASIDE
+
+One that is refused or set aside stays so until `pgraph.reset()`. A refused one says nothing of the others.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from pgraph.launch.guards import Guards
 from pgraph.launch.program import Program
 from pgraph.reasons import Reason
 from pgraph.runtime.keeping import Use
+from pgraph.runtime.trial import Trial
 
 __all__ = ["Specialization", "Standing", "State"]
 
@@ -35,6 +43,8 @@ class State(enum.Enum):
     NOT_RUN = "not run"
     WARMING_UP = "warming up"
     CAPTURED = "captured"
+    ON_TRIAL = "on trial"
+    SET_ASIDE = "set aside"
     REFUSED = "refused"
 
 
@@ -46,13 +56,16 @@ class Standing:
         state: of the state machine.
         runs: uncaptured runs since it began to warm up.
         failures: captures that the device could not make just then.
-        reason: why it is refused.
+        reason: why it is refused, or set aside.
+        own_s, launch_s: seconds of host time of an uncaptured run and of a launch, if that was tried.
     """
 
     state: State = State.NOT_RUN
     runs: int = 0
     failures: int = 0
     reason: Reason | None = None
+    own_s: float | None = None
+    launch_s: float | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,6 +79,7 @@ class Specialization:
         native: the same program as C reads it, where there are launches in C.
         use: when it was used.
         threads: that have run it uncaptured.
+        trial: while it is on trial.
     """
 
     guards: Guards
@@ -74,6 +88,7 @@ class Specialization:
     native: Any = None
     use: Use = dataclasses.field(default_factory=Use)
     threads: set[int] = dataclasses.field(default_factory=set)
+    trial: Trial | None = None
 
     @property
     def state(self) -> State:
@@ -88,6 +103,11 @@ class Specialization:
         """Its template and execs, while it is captured."""
         return self.program.built if self.program is not None else None
 
+    @property
+    def launches_next(self) -> bool:
+        """Whether the next call is to be launched."""
+        return self.state is State.CAPTURED or (self.trial is not None and self.trial.launches_next)
+
     def ran(self) -> None:
         """It was run uncaptured, by this thread."""
         self.standing.runs += 1
@@ -101,11 +121,23 @@ class Specialization:
             return False
         return threading.get_ident() in self.threads or self.standing.runs >= warmup + 3
 
-    def captured(self, program: Program, native: Any) -> None:
-        """From now on it is launched."""
+    def captured(self, program: Program, native: Any, trial: Trial | None = None) -> None:
+        """From now on it is launched, or on trial."""
         assert self.state is State.WARMING_UP, self.state
-        self.program, self.native = program, native
-        self.standing.state = State.CAPTURED
+        self.program, self.native, self.trial = program, native, trial
+        self.standing.state = State.CAPTURED if trial is None else State.ON_TRIAL
+
+    def judged(self) -> None:
+        """Its trial is over: it is kept, or set aside."""
+        trial = self.trial
+        assert self.state is State.ON_TRIAL, self.state
+        assert trial is not None
+        self.trial = None
+        self.standing.own_s, self.standing.launch_s = trial.own_s, trial.launch_s
+        self.standing.state = State.CAPTURED if trial.gains else State.SET_ASIDE
+        if not trial.gains:
+            self.program = self.native = None
+            self.standing.reason = trial.reason()
 
     def postponed(self) -> None:
         """The device could not capture it just now: it warms up again."""
@@ -116,13 +148,13 @@ class Specialization:
 
     def evicted(self) -> None:
         """Its capture went for another's sake: it begins anew."""
-        assert self.state is State.CAPTURED, self.state
-        self.program, self.native, self.use = None, None, Use()
+        assert self.state in (State.CAPTURED, State.ON_TRIAL), self.state
+        self.program, self.native, self.trial, self.use = None, None, None, Use()
         self.standing.runs = 0
         self.standing.state = State.NOT_RUN
 
     def refused(self, reason: Reason) -> None:
         """It runs uncaptured for good, and why."""
-        self.program = self.native = None
+        self.program = self.native = self.trial = None
         self.standing.reason = reason
         self.standing.state = State.REFUSED

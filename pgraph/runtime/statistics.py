@@ -17,7 +17,9 @@ from pgraph.text import amount
 
 __all__ = ["PartitionState", "PartitionStats", "Report"]
 
-PartitionState = Literal["captured", "uncaptured", "too small", "refused", "warming up", "not run"]
+PartitionState = Literal[
+    "captured", "uncaptured", "too small", "refused", "set aside", "warming up", "not run"
+]
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +41,7 @@ class PartitionStats:
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
         standings: of its specializations.
+        waits: why some of them wait for a capture, although they have run often enough.
     """
 
     name: str
@@ -55,6 +58,7 @@ class PartitionStats:
     splits: int = 0
     split_s: float = 0.0
     standings: list[Standing] = dataclasses.field(default_factory=list)
+    waits: Reason | None = None
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
@@ -85,7 +89,9 @@ class PartitionStats:
     @property
     def refusals(self) -> tuple[Reason, ...]:
         """Why specializations of it are refused, the latest last."""
-        found = [s.reason for s in reversed(self.standings) if s.reason is not None]
+        found = [
+            s.reason for s in reversed(self.standings) if s.reason is not None and s.state is State.REFUSED
+        ]
         return tuple(reversed(dict.fromkeys(found)))
 
     @property
@@ -95,8 +101,10 @@ class PartitionStats:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Why it stays outside: by the rules, or because captures were refused."""
-        return (*self.facts.reasons, *self.refusals)
+        """Why all or some of its calls run uncaptured: rules, refusals, or a capture would not pay."""
+        aside = [s.reason for s in self.standings if s.reason is not None and s.state is State.SET_ASIDE]
+        waits = (self.waits,) if self.waits is not None else ()
+        return (*self.facts.reasons, *self.refusals, *dict.fromkeys(aside), *waits)
 
     @property
     def state(self) -> PartitionState:
@@ -105,16 +113,18 @@ class PartitionStats:
             small = self.facts.reasons and all(r.info.too_small for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
         states = {standing.state for standing in self.standings}
-        if State.CAPTURED in states:
+        if State.CAPTURED in states or State.ON_TRIAL in states:
             return "captured"
         if State.REFUSED in states:
             return "refused"
+        if State.SET_ASIDE in states:
+            return "set aside"
         return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
         counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del counters["facts"], counters["standings"]
+        del counters["facts"], counters["standings"], counters["waits"]
         return {
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,
@@ -194,6 +204,11 @@ class Report:
     def refused(self) -> int:
         """Safe partitions that could not be captured after all."""
         return sum(p.reason is not None for p in self.partitions)
+
+    @property
+    def on_trial(self) -> int:
+        """Captures that are compared with the partitions' own code just now."""
+        return sum(s.state is State.ON_TRIAL for p in self.partitions for s in p.standings)
 
     def summary(self) -> str:
         """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""

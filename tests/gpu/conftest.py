@@ -24,8 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No compiled code, capture or counter of one test is left for the next."""
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled code, capture or counter of one test is left for the next.
+
+    The tests count launches: none of them is to be lost to a trial, unless the test asks for one.
+    """
+    monkeypatch.setenv("PGRAPH_STEP_ASIDE", "0")
     import gpu_helpers
 
     import pgraph

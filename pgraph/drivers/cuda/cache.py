@@ -19,7 +19,7 @@ from collections import Counter
 
 import torch
 
-__all__ = ["empty_into_one_piece"]
+__all__ = ["divides_blocks", "empty_into_one_piece"]
 
 _SHARE = 0.95  # of what is needed: small blocks come from segments of their own
 _WORTH = 64 << 20
@@ -37,7 +37,9 @@ def empty_into_one_piece(growth: int) -> None:
     torch.cuda.empty_cache()
     given_back = before[mine] - _reserved()[mine]
     piece = min(int(growth * _SHARE), given_back) // _ROUND * _ROUND
-    if piece < _WORTH or before.total() - before[mine] >= _WORTH or not _divides_blocks():
+    if piece < _WORTH or before.total() - before[mine] >= _WORTH:
+        return
+    if not divides_blocks() or _segments_grow():
         return
     with contextlib.suppress(torch.OutOfMemoryError):  # others were faster
         torch.empty(piece, dtype=torch.uint8, device="cuda")
@@ -53,10 +55,13 @@ def _reserved() -> Counter[int]:
     return found
 
 
-def _divides_blocks() -> bool:
-    """Whether the allocator divides free blocks of any size, and has segments of fixed size."""
+def divides_blocks() -> bool:
+    """Whether the current device's allocator is PyTorch's own, and divides free blocks of any size."""
     if torch.cuda.get_allocator_backend() != "native":
         return False
     limit = torch.cuda.memory_stats().get("max_split_size", 0)  # -1: there is none
-    grow = any(s.get("is_expandable", False) for s in torch.cuda.memory_snapshot(include_traces=False))
-    return not grow and not 0 <= limit < 1 << 62
+    return not 0 <= limit < 1 << 62
+
+
+def _segments_grow() -> bool:
+    return any(s.get("is_expandable", False) for s in torch.cuda.memory_snapshot(include_traces=False))

@@ -51,6 +51,7 @@ from pgraph.drivers.cuda.ghost import (
 )
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
+from pgraph.drivers.cuda.peaks import restore
 from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError
@@ -158,6 +159,7 @@ class CudaDriver(Driver):
     """Graphs of one CUDA device."""
 
     name = "cuda"
+    host_times = True
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -165,8 +167,16 @@ class CudaDriver(Driver):
         self._raw_stream: Any = None
         self._ledger = PeakLedger(quantities=2)
 
-    def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
-        return _CAPTURE_LOCK
+    @contextlib.contextmanager
+    def capture_lock(self) -> Iterator[None]:
+        with _CAPTURE_LOCK:
+            before = self._peaks()
+            yield
+            # Not after a failure: the error's frames still hold ghosts.
+            if self._peaks() != before:
+                with torch.cuda.device(self.device):
+                    if restore(self.device, *before):
+                        self._ledger.restored()
 
     @contextlib.contextmanager
     def arena(self, layout: int) -> Iterator[Arena]:
@@ -277,7 +287,7 @@ class CudaDriver(Driver):
             self._ledger.after(*self._peaks())
 
     def close(self) -> None:
-        with self.capture_lock():  # another thread may be capturing
+        with _CAPTURE_LOCK:  # another thread may be capturing
             if self._raw_stream is not None:
                 torch.cuda.synchronize(self.device)
                 _check(cu.cuStreamDestroy(self._raw_stream))
@@ -338,6 +348,7 @@ def _native_calls(index: int) -> NativeCalls | None:
         failed=_launch_failed,
         workspace=workspaces.address_of_current(),
         no_workspace=workspaces.no_memory,
+        made_on=index,
     )
 
 

@@ -1,0 +1,107 @@
+"""Whether one more capture pays, where a partition's sizes vary.
+
+A capture costs as much as hundreds of launches save. That is nothing for a program that runs a few sizes for
+hours, and too much for one whose sizes hardly ever come back. So once a partition has met a second size, a
+size is captured if both of these hold:
+
+* what it is expected to save is more than its capture costs: ``saved per launch * launches >= cost``.
+  Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
+  whichever is more;
+* all captures of the partition together have cost no more than its launches have saved, one capture, and
+  `CREDIT` of the time that has passed. So that is the most that a program can lose, whatever its sizes do.
+
+Sizes stand for all that a specialization is about: layouts and alignments, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Final
+
+from pgraph.reasons import Reason
+
+__all__ = ["CREDIT", "Economy", "not_worth"]
+
+CREDIT: Final = 0.02
+"""Share of the time since the partition's first call that captures may cost beyond what they save."""
+
+_WINDOW: Final = 64.0  # calls over which the share of new sizes is averaged
+_SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
+
+
+class Economy:
+    """Of one partition. Called with its lock held. All times are seconds of the host."""
+
+    def __init__(self) -> None:
+        self._own: deque[float] = deque(maxlen=_SAMPLES)
+        self._launches: deque[float] = deque(maxlen=_SAMPLES)
+        self._costs: deque[float] = deque(maxlen=_SAMPLES)
+        self._spent = 0.0
+        self._began: float | None = None
+        self._new = self._weight = 0.0
+        self._calls = 0
+
+    def met(self, calls: int, now: float) -> None:
+        """A size came for the first time.
+
+        Args:
+            calls: of the partition before this one.
+            now: by the clock that all other times are taken from.
+        """
+        if self._began is None:
+            self._began = now
+        self._fade(calls + 1)
+        self._new += 1.0
+
+    def ran(self, seconds: float) -> None:
+        """The partition's own code was run."""
+        self._own.append(seconds)
+
+    def launched(self, seconds: float) -> None:
+        """A capture was launched. Not all launches need be told."""
+        self._launches.append(seconds)
+
+    def captured(self, seconds: float) -> None:
+        """A capture was made."""
+        self._costs.append(seconds)
+        self._spent += seconds
+
+    def saves(self) -> float:
+        """Seconds that a launch saves."""
+        if not self._own:
+            return 0.0
+        return max(min(self._own) - min(self._launches, default=0.0), 0.0)
+
+    def pays(self, runs: int, launches: int, calls: int, now: float) -> bool:
+        """Whether to capture a size.
+
+        Args:
+            runs: uncaptured runs of this size.
+            launches: of the partition so far.
+            calls: of the partition so far.
+            now: as for `met`.
+        """
+        if not self._costs:
+            return True  # what a capture costs is not known before there was one
+        cost, saves = statistics.median(self._costs), self.saves()
+        self._fade(calls)
+        share = self._new / self._weight if self._weight else 1.0
+        between = (1.0 - share) / share if share else float("inf")
+        elapsed = now - self._began if self._began is not None else 0.0
+        affordable = self._spent <= saves * launches + CREDIT * elapsed
+        return affordable and saves * max(runs, between) >= cost
+
+    def _fade(self, calls: int) -> None:
+        """Calls have passed: what came before them counts less."""
+        keep = (1.0 - 1.0 / _WINDOW) ** max(calls - self._calls, 0)
+        self._weight = self._weight * keep + _WINDOW * (1.0 - keep)
+        self._new *= keep
+        self._calls = max(calls, self._calls)
+
+
+def not_worth() -> Reason:
+    """Why a size waits."""
+    return Reason(
+        "sizes-vary", "so many sizes or layouts come that to capture them takes longer than launches save"
+    )

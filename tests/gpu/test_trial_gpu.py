@@ -1,0 +1,45 @@
+"""Partitions of few kernels are tried on a real device, and what is faster for the host stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pgraph
+from pgraph.runtime.trial import ROUNDS
+
+
+def scaled(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t * 2 for t in tensors]
+
+
+@pytest.mark.parametrize("tensors", [2, 200])
+def test_the_faster_way_stays(tensors: int) -> None:
+    compiled = torch.compile(scaled, backend="pgraph", options={"step_aside": True})
+    with torch.no_grad():
+        for call in range(4 + 2 * ROUNDS):
+            given = [torch.randn(64, device="cuda") for _ in range(tensors)]
+            assert all(torch.equal(a, b * 2) for a, b in zip(compiled(*given), given, strict=True))
+            if call == 2:
+                assert pgraph.report().on_trial == 1
+    report = pgraph.report()
+    assert report.on_trial == 0
+    (partition,) = report.capturable
+    (standing,) = partition.standings
+    assert standing.launch_s is not None
+    assert standing.own_s is not None
+    assert 0 < standing.launch_s < 0.01
+    assert 0 < standing.own_s < 0.01
+    assert partition.state == ("captured" if standing.launch_s < standing.own_s else "set aside")
+    assert (partition.exec_bytes > 0) == (partition.state == "captured")
+
+
+def test_an_explanation_measures_the_own_code() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24))).cuda()
+    with torch.no_grad():
+        explanation = pgraph.explain(model)(torch.randn(8, 64, device="cuda"))
+    (partition,) = explanation.partitions
+    assert partition.state == "captured"
+    assert partition.saved_s is not None
+    assert partition.saved_s > 0
+    assert "paid back after" in str(explanation)

@@ -1,0 +1,142 @@
+"""Where sizes vary: which captures pay, and the most that a program can lose by them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_trial import Tried
+
+from pgraph.runtime import registry
+from pgraph.runtime.economy import CREDIT, Economy
+
+
+class Program:
+    """Calls of a partition, with the times of each kind of call; captures whatever pays, seen once before."""
+
+    def __init__(self, own: float, launch: float, cost: float) -> None:
+        self.own, self.launch, self.cost = own, launch, cost
+        self.economy = Economy()
+        self.now = self.spent = 0.0
+        self.calls = self.launches = 0
+        self.runs: dict[int, int] = {}
+        self.captured: set[int] = set()
+
+    def call(self, size: int) -> None:
+        if size not in self.runs:
+            self.runs[size] = 0
+            self.economy.met(self.calls, self.now)
+        elif size not in self.captured and (
+            len(self.runs) == 1 or self.economy.pays(self.runs[size], self.launches, self.calls, self.now)
+        ):
+            self.captured.add(size)
+            self.now += self.cost
+            self.spent += self.cost
+            self.economy.captured(self.cost)
+        if size in self.captured:
+            self.now += self.launch
+            self.launches += 1
+            self.economy.launched(self.launch)
+        else:
+            self.now += self.own
+            self.runs[size] += 1
+            self.economy.ran(self.own)
+        self.calls += 1
+
+    def calls_of(self, sizes: Iterable[int]) -> None:
+        for size in sizes:
+            self.call(size)
+
+
+TIMES = st.floats(1e-6, 1e-2)
+
+
+@given(
+    own=TIMES,
+    launch=TIMES,
+    cost=st.floats(1e-4, 1.0),
+    sizes=st.lists(st.integers(0, 30), max_size=300) | st.integers(1, 300).map(lambda n: list(range(n))),
+)
+def test_no_program_loses_more_than_a_capture_and_two_per_cent(
+    own: float, launch: float, cost: float, sizes: list[int]
+) -> None:
+    """At every call, against its own code alone. (A launch that takes longer is set aside before.)"""
+    program = Program(own, min(own, launch), cost)
+    for size in sizes:
+        program.call(size)
+        alone = program.calls * own
+        assert program.now <= alone + cost + CREDIT * program.now + 1e-9
+
+
+def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    size = 0
+    for _ in range(4000):
+        program.call(size)
+        size += size in program.captured
+        assert program.now <= program.calls * program.own + program.cost + CREDIT * program.now + 1e-9
+    assert len(program.captured) > 2
+
+
+def test_two_sizes_in_turn_are_captured() -> None:
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    program.calls_of([1, 2] * 100)
+    assert program.captured == {1, 2}
+    program.calls_of([1, 2] * 2000)
+    assert program.now < 0.3 * program.calls * program.own
+
+
+def test_sizes_that_never_come_back_are_not() -> None:
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    program.calls_of(i // 2 for i in range(4000))  # each twice, and never again
+    assert len(program.captured) <= 2
+
+
+def test_many_sizes_are_captured_in_the_long_run() -> None:
+    rng, program = random.Random(0), Program(own=1e-3, launch=2e-4, cost=0.03)
+    program.calls_of(rng.randrange(16) for _ in range(6000))
+    assert len(program.captured) == 16
+    assert program.now < 0.5 * program.calls * program.own
+
+
+def test_what_saves_nothing_is_not_captured_again() -> None:
+    program = Program(own=1e-3, launch=1e-3, cost=1e-3)
+    program.calls_of([1, 1, 2, 2] * 50)
+    assert program.captured == {1}
+
+
+def test_a_second_size_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    tried = Tried(monkeypatch, launch_us=7, own_us=9, dynamic=True)
+    tried.served(3)
+    assert (tried.stats.captures, tried.stats.reasons) == (1, ())
+    for _ in range(4):
+        tried.call(5)
+        tried.call(3)
+    assert tried.stats.captures == 1
+    assert tried.stats.state == "captured"
+    assert [reason.code for reason in tried.stats.reasons] == ["sizes-vary"]
+    tried.own = 10e6  # ten seconds: more than any capture here
+    for _ in range(12):  # the fastest of the last few runs counts
+        tried.call(5)
+        tried.call(3)
+    assert tried.stats.captures == 2
+    assert tried.stats.reasons == ()
+    assert len([s for (p,) in [registry.live_capturable()] for s in p.specializations()]) == 2
+
+
+@pytest.mark.parametrize("options", [{"step_aside": False}, {"capture_sizes": (3, 5)}])
+def test_whoever_asks_for_them_gets_captures(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    tried = Tried(monkeypatch, launch_us=7, own_us=9, dynamic=True, **options)
+    for _ in range(3):
+        tried.call(5)
+        tried.call(3)
+    assert tried.stats.captures == 2
+    assert isinstance(tried.compiled(torch.randn(3, 8)), torch.Tensor)
