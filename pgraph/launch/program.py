@@ -141,8 +141,8 @@ def program_of(built: Built, guards: Guards) -> Program:
 def _chunk(allocations: list[Allocation], exec: Exec | None, chunk: Chunk) -> ChunkLaunch:
     """One launch, whose small blocks that die with it are allocated in few pieces.
 
-    A call of the allocator costs the host as much for a block of 512 bytes as for a large one. Results stay
-    apart, however small: `as_strided` in a later graph counts from the start of a result's storage.
+    A call of the allocator takes as long for a small block as for a large one. Results stay apart, however
+    small: `as_strided` in a later graph counts from the start of a result's storage.
     """
     pieces: list[Allocation] = []
     joined: set[int] = set()

@@ -182,9 +182,8 @@ class _Matcher:
         constants: RangeMap | None,
     ) -> None:
         self._a, self._b = a, b
-        self._map_a, self._map_b = (
-            RangeMap([(r.address, r.nbytes, r.margin) for r in x.allocations]) for x in (a, b)
-        )
+        self._map_a = RangeMap([(r.address, r.nbytes, r.margin) for r in a.allocations])
+        self._map_b = RangeMap([(r.address, r.nbytes, r.margin) for r in b.allocations])
         self._framework = framework
         self._workspaces = workspaces
         self._constants = constants
