@@ -83,6 +83,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     ),
     "claims": ("us", "nodes", "device_bytes", "host_bytes", "reserved_mb", "layers", "launched_right"),
     "launch": ("us", "least", "most", "changed"),
+    "captures": ("nodes", "own_ms", "least_ms", "most_ms", "uncaptured_ms"),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",

@@ -54,7 +54,7 @@ class Dispatch:
         first, end: the nodes that it recorded; the same count twice if it failed.
         tensors: (dtype, size, stride) of the tensors among its arguments, in order.
         literals: numbers, texts and the like among its arguments, in order.
-        nth: how many calls of the op with such arguments came before.
+        nth: how many calls of the op with such arguments came before, where an op is to blame; else 0.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""`bench/launch.py` on the host driver: figures of each phase, a row for each partition."""
+"""`bench/launch.py`, `launch_rows.py`, `captures.py` on the host driver: figures of each phase, or part."""
 
 from __future__ import annotations
 
@@ -54,3 +54,27 @@ def test_rows_and_growth(tmp_path: pathlib.Path) -> None:
     assert all(0 < row["least"] <= row["us"] <= row["most"] for row in rows)
     assert found["4-3-6-changed-100"]["rewritten"] == 6
     assert (tmp_path / "launch-cpu.svg").exists()
+
+
+def test_captures_by_part(tmp_path: pathlib.Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCH / "captures.py"),
+        "--nodes",
+        "10",
+        "30",
+        "--rounds",
+        "1",
+        "--profile",
+    ]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "captures-cpu.json").read_text())["rows"]
+    assert [row["nodes"] for row in rows] == [10, 30]
+    parts = ("record", "read", "match", "plan", "instantiate", "memory", "rest")
+    for row in rows:
+        assert all(row[f"{part}_ms"] > 0 for part in (*parts, "ops", "uncaptured"))
+        own = sum(row[f"{part}_ms"] for part in parts)
+        assert abs(own - row["own_ms"]) < 1e-6, "one capture: its parts are all of it"
+        assert row["least_ms"] == row["own_ms"] == row["most_ms"]
+    assert "__torch_dispatch__" in done.stdout, "the profile"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pgraph.drivers.interface import HiddenAllocation
 from pgraph.ops import op_names
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
+cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
 
 
@@ -50,3 +59,177 @@ def test_a_driver_is_not_closed_while_somebody_captures() -> None:
         assert closing.is_alive()
     closing.join(10)
     assert not closing.is_alive()
+
+
+class Graphs:
+    """Graphs as the driver has them: lists of (graph, number of the node); copies keep the numbers."""
+
+    def __init__(self, n_nodes: int) -> None:
+        self.graphs = {0: [(0, i) for i in range(n_nodes)]}
+        self.fresh = itertools.count(1)
+        self.copied = 0
+
+    def cuGraphClone(self, graph: int) -> tuple[Any, int]:  # noqa: N802 - the driver's names
+        clone = next(self.fresh)
+        self.graphs[clone] = [(clone, i) for _, i in self.graphs[graph]]
+        self.copied += len(self.graphs[clone])
+        return self.CUresult.CUDA_SUCCESS, clone
+
+    def cuGraphNodeFindInClone(self, node: tuple[int, int], clone: int) -> tuple[Any, tuple[int, int]]:  # noqa: N802
+        assert (clone, node[1]) in self.graphs[clone]
+        return self.CUresult.CUDA_SUCCESS, (clone, node[1])
+
+    def cuGraphDestroyNode(self, node: tuple[int, int]) -> tuple[Any]:  # noqa: N802
+        self.graphs[node[0]].remove(node)
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    def cuGraphDestroy(self, graph: int) -> tuple[Any]:  # noqa: N802
+        del self.graphs[graph]
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    CUresult = cuda_exec.cu.CUresult
+
+
+def test_a_graph_is_cut_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part has its nodes, nothing else is left, and nodes are copied a few times each."""
+    driver = Graphs(160)
+    monkeypatch.setattr(cuda_exec, "cu", driver)
+    graph = cuda_exec.CudaGraph(0, list(driver.graphs[0]))
+    chunks = [(first, min(first + 7, 160)) for first in range(0, 160, 7)]
+    graph.cut(chunks)
+    parts = [graph.part(*chunk) for chunk in chunks]
+    for part, (first, last) in zip(parts, chunks, strict=True):
+        assert [number for _, number in part.nodes] == list(range(first, last))
+        assert driver.graphs[part.graph] == part.nodes
+    assert len(driver.graphs) == 1 + len(chunks)
+    assert driver.copied <= 160 * 2 * 5, "23 parts: five halvings, each copies all nodes twice"
+    whole = graph.part(0, 160)
+    assert whole is graph
+    alone = graph.part(3, 9)
+    assert [number for _, number in alone.nodes] == list(range(3, 9)), "nobody told of this one"
+    del parts, part, alone, whole, graph
+    assert driver.graphs == {}
+
+
+def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    word, pair = ctypes.c_uint64(0x1234_5678_9ABC), (ctypes.c_uint32 * 3)(7, 8, 9)
+    table = (ctypes.c_void_p * 2)(ctypes.addressof(word), ctypes.addressof(pair))
+
+    def type_of(node: int, found: int) -> int:
+        assert node == 0xBEEF
+        ctypes.c_int.from_address(found).value = 0
+        return 0
+
+    def kernel(node: int, found: int) -> int:
+        # CUDA_KERNEL_NODE_PARAMS_v2 by hand: func, grid, block, shared, params, extra, kern, ctx.
+        memory = (ctypes.c_uint32 * 18).from_address(found)
+        memory[0:2] = 0x11, 0
+        memory[2:9] = 2, 3, 4, 5, 6, 7, 96
+        ctypes.c_void_p.from_address(found + 40).value = ctypes.addressof(table)
+        ctypes.c_void_p.from_address(found + 64).value = 0x77
+        return 0
+
+    monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, kernel))
+    monkeypatch.setattr(cuda_nodes, "_function_facts", lambda function: (f"f{function:x}", ((0, 8), (8, 12))))
+    record = cuda_nodes.read_node(0xBEEF)
+    assert record == NodeRecord(
+        "kernel",
+        "f11",
+        (0x11, (2, 3, 4), (5, 6, 7), 96, 0x77, ("params", (0, 8))),
+        bytes(word) + bytes(pair) + bytes(4),
+        ((8, 20),),
+    )
+    monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, lambda node, found: 1))
+    monkeypatch.setattr(cuda_nodes.cu, "cuGetErrorString", lambda error: (0, b"no"))
+    with pytest.raises(cuda.DriverError, match="CUDA_ERROR_INVALID_VALUE: no"):
+        cuda_nodes.read_node(0xBEEF)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), max_size=6), data=st.data())
+def test_parameters_are_packed_alike_in_c(sizes: list[tuple[int, int]], data: st.DataObject) -> None:
+    """The helper's loop and Python's, each with the parameters in places of their own."""
+    values = [data.draw(st.binary(min_size=size, max_size=size)) for size, _ in sizes]
+    layout, at = [], 0
+    for size, gap in sizes:
+        layout.append((at, size))
+        at += size + gap
+    held = [ctypes.create_string_buffer(value, len(value)) for value in values]
+    table = (ctypes.c_void_p * max(len(held), 1))(*map(ctypes.addressof, held))
+    packed = cuda_nodes._packed(ctypes.addressof(table), tuple(layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_nodes.libraries, "load", lambda: None)
+        assert packed == cuda_nodes._packed(ctypes.addressof(table), tuple(layout))
+    assert len(packed[0]) % 8 == 0
+    for (offset, size), value in zip(layout, values, strict=True):
+        assert packed[0][offset : offset + size] == value
+
+
+@pytest.mark.parametrize("n_nodes", [0, 3])
+def test_what_a_launch_reads_of_an_exec(n_nodes: int) -> None:
+    """Nodes with their slots, each at the word of its own node; parameters begin at multiples of 64 bytes."""
+    records = [
+        NodeRecord("kernel", "k", (1, (1, 2, 3), (4, 5, 6), 7, 8, ("params", (0, 8))), bytes(range(72))),
+        NodeRecord("memset", "memset", (), bytes(40)),
+        NodeRecord("kernel", "k", (2, (1, 1, 1), (1, 1, 1), 0, 8, ("extra",)), bytes(range(16))),
+    ][:n_nodes]
+    slots = [Slot(10, 8, 3, -1), Slot(10, 64, 4, 1 << 40), Slot(12, 0, 5, 0)] if n_nodes else []
+    exec = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
+    exec._layout([100, 101, (1 << 63) + 5][:n_nodes], records, slots, 10)
+    base = ctypes.addressof(exec._words)
+    assert base % 64 == 0
+    if not n_nodes:
+        assert (len(exec._entries), len(exec._slots)) == (0, 0)
+        return
+    assert [(s.word, s.region, s.delta) for s in exec._slots] == [(1, 3, -1), (8, 4, 1 << 40), (24, 5, 0)]
+    assert [(e.kind, e.node, e.first, e.last) for e in exec._entries] == [
+        (0, 100, 0, 2),
+        (2, 101, 2, 2),
+        (0, (1 << 63) + 5, 2, 3),
+    ]
+    assert exec._entries[1].params == base + 128, "a fill's struct is its parameters"
+    first = cuda_nodes.KernelParams.from_address(exec._entries[0].params)
+    assert (first.func, tuple(first.grid), tuple(first.block), first.shared, first.ctx) == (
+        *(1, (1, 2, 3), (4, 5, 6), 7, 8),
+    )
+    assert tuple((ctypes.c_void_p * 2).from_address(first.kernel_params)) == (base, base + 8)
+    assert ctypes.string_at(base, 72) == bytes(range(72))
+    assert ctypes.string_at(base + 192, 16) == bytes(range(16))
+
+
+def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read is not read again; all is asked for where the pool's own log lacks something."""
+    arena = SimpleNamespace(low=1000, high=2000, segments=2, device=torch.device("cuda", 0))
+    log: list[dict[str, Any]] = []
+    asked: list[Any] = []
+
+    def note(action: str, addr: int, size: int = 0) -> None:
+        log.append({"action": action, "addr": addr, "size": size})
+
+    def snapshot(which: Any) -> dict[str, Any]:
+        asked.append(which)
+        return {"device_traces": [log if which is None or not hide else []]}
+
+    hide = False
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", snapshot, raising=False)
+    note("alloc", 1000, 8)
+    note("alloc", 1100, 16)
+    note("alloc", 5000, 16)
+    note("free_requested", 1000)
+    note("alloc", 1000, 32)
+    note("free_completed", 1000)
+    first = cuda_ghost.read_trace(arena, (0, 7))
+    assert first == [HiddenAllocation(1000, 32, True), HiddenAllocation(1100, 16, False)]
+    assert asked == [(0, 7, True)]
+    log.clear()
+    note("free_requested", 1100)
+    assert cuda_ghost.read_trace(arena, (0, 7), first) == [
+        HiddenAllocation(1000, 32, True),
+        HiddenAllocation(1100, 16, True),
+    ]
+    log.clear()
+    note("alloc", 1000, 8)
+    note("alloc", 1100, 16)
+    asked.clear()
+    hide = True
+    assert len(cuda_ghost.read_trace(arena, (0, 7))) == 2
+    assert asked == [(0, 7, True), None]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
-from pgraph.capture.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of
+from pgraph.capture.culprit import culprit_of, dispatch_at, dispatch_of, nodes_of, numbered
+from pgraph.ops.fx import flat_values
 from pgraph.partition.facts import GraphFacts, OpRun, respliced
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.recording import Recording
@@ -103,6 +106,32 @@ def test_from_a_node_to_its_op() -> None:
         None,
     ]
     assert culprit_of(recording(*ops), recording(), 5) is ops[1]
+
+
+def test_which_of_several_alike() -> None:
+    """Those with such arguments that came before are counted, where an op is to blame."""
+    like, other = ((torch.float32, (2,), (1,)),), ((torch.float32, (3,), (1,)),)
+    ops = tuple(Dispatch("my::a", i, i + 1, tensors) for i, tensors in enumerate([like, other, like, like]))
+    assert [dispatch_at(ops, node).nth for node in range(4)] == [0, 0, 1, 2]
+    second = (*ops[:3], Dispatch("my::a", 3, 5, like))
+    assert culprit_of(recording(*ops), recording(*second), None) == numbered(ops[:3], ops[3])
+    assert numbered(ops[:3], ops[3]).nth == 2
+
+
+def test_flat_values_are_the_leaves() -> None:
+    x = torch.randn(2)
+    point = collections.namedtuple("point", "x y")
+    for values in (
+        x,
+        (),
+        None,
+        (x, 2, "a", None, True, 1.5, torch.float32, torch.device("cpu"), torch.strided),
+        [x, [x, (x, None)], {"b": [x], "a": 1}],
+        (torch.nn.Parameter(x), point(x, [3]), torch.return_types.max((x, x))),
+        {"out": x, "alpha": 2},
+        torch.Size([2, 3]),
+    ):
+        assert list(map(id, flat_values(values))) == list(map(id, tree_leaves(values)))
 
 
 def test_an_op_that_records_more_nodes_the_second_time() -> None:

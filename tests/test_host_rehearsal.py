@@ -11,6 +11,7 @@ from support import agree, host
 from torch import Tensor
 
 import pgraph
+from pgraph.drivers.host import rehearsal
 from pgraph.drivers.host.nodes import OpCall
 from pgraph.errors import DriverError
 
@@ -142,3 +143,45 @@ def test_a_rehearsal_leaves_the_generator_alone() -> None:
         states.append(torch.get_rng_state())
     assert pgraph.report().launches == 1, reasons()
     assert torch.equal(*states)
+
+
+def test_ops_called_alike_are_asked_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built-in ones: nobody knows on what the results of another one depend."""
+    mine = define(library, "Tensor", torch.empty_like, lambda x: x + 1)
+    asked: list[str] = []
+    real = rehearsal.expected
+
+    def expected(op: Any, *args: Any) -> list[Any]:
+        asked.append(str(op))
+        return real(op, *args)
+
+    monkeypatch.setattr(rehearsal, "expected", expected)
+    aten, x, y = torch.ops.aten, torch.randn(4, 3), torch.randn(4, 3)
+    calls = [
+        (aten.sum.dim_IntList, (x, [0])),
+        (aten.sum.dim_IntList, (x, [1])),
+        (aten.sum.dim_IntList, (x.t(), [1])),
+        (aten.sum.dim_IntList, (x.double(), [1])),
+        (aten.sum.dim_IntList, (x, [True])),
+        (aten.add_.Tensor, (x, y)),
+        (aten.max.dim, (x, 1)),
+        (aten.split_with_sizes_copy.default, (x, [1, 3])),
+        (aten.mul.Scalar, (x, 2)),
+        (aten.mul.Scalar, (x, 2.0)),
+    ]
+    asks = rehearsal.Rehearsal()
+    first = [asks.outline(op, args, {}) for op, args in calls]
+    assert len(asked) == len(calls)
+    for (op, args), outline in zip(calls, first, strict=True):
+        assert asks.outline(op, args, {}) is outline
+        made = torch.utils._pytree.tree_leaves(op(*args))
+        told = [outline.fresh.get(i) for i in range(len(made))]
+        for i, (want, got) in enumerate(zip(made, told, strict=True)):
+            if got is None:
+                assert args[outline.given[i]] is want
+            else:
+                assert (got.size(), got.stride(), got.dtype) == (want.size(), want.stride(), want.dtype)
+    assert len(asked) == len(calls)
+    asks.outline(mine, (x,), {})
+    asks.outline(mine, (x,), {})
+    assert len(asked) == len(calls) + 2

@@ -7,12 +7,13 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
 from pgraph.template.match import match
+from pgraph.template.plain_regions import PlainRegions
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
 from pgraph.template.template import Slot
@@ -233,3 +234,105 @@ def test_ambiguous_words_always_refuse(case: Case, data: st.DataObject) -> None:
         match(case.recording(0), case.recording(1), framework=FOREIGN)
     assert caught.value.reason.code == "ambiguous-word"
     assert f"word {8 * at} of node {node} " in str(caught.value)
+
+
+@st.composite
+def doubtful(draw: st.DrawFn) -> tuple[Recording, Recording, RangeMap]:
+    """Two captures that may break any promise: regions overlap or move alike, words lie at borders."""
+    n_nodes = draw(st.integers(1, 2))
+    counts = st.integers(0, n_nodes)
+    births = st.sampled_from([0, 0, 0, 1])
+    places, moves, sizes = (st.sampled_from(x) for x in ((0, 4, 8), (0, 4, -LOW[1] + LOW[0]), (4, 4, 8, 0)))
+    regions = draw(st.lists(st.tuples(places, moves, sizes, births), min_size=1, max_size=3))
+    addresses = [[low + at + c * move for at, move, *_ in regions] for c, low in enumerate(LOW)]
+    margin = draw(st.sampled_from([0, 0, 4]))
+    framework = [at + 64 * i for i in range(draw(st.integers(0, 2))) for at in (LOW[0], FRAMEWORK[0])]
+    pairs = [*zip(*addresses, strict=True), *((at, at) for at in framework), (0, 9)]
+    distances = st.sampled_from([0, 4, 1, -1, 8])
+
+    def words() -> list[tuple[int, ...]]:
+        found = []
+        for _ in range(draw(st.integers(1, 2))):
+            pair, distance = draw(st.sampled_from(pairs)), draw(distances)
+            further = draw(st.sampled_from([0, 0, 0, 0, 4]))
+            found.append(tuple((word + distance + c * further) % 2**64 for c, word in enumerate(pair)))
+        return found
+
+    nodes = [words() for _ in range(n_nodes)]
+    facts = [
+        (draw(st.sampled_from(["kernel", "kernel", "memcpy"])), draw(st.sampled_from([(), ((0, 8),)])))
+        for _ in nodes
+    ]
+    builtin = frozenset(i for i in range(n_nodes) if draw(st.booleans()))
+
+    def recording(c: int) -> Recording:
+        recorded = (
+            NodeRecord(kind, "k", (), struct.pack(f"={len(node)}Q", *(word[c] for word in node)), structs)
+            for node, (kind, structs) in zip(nodes, facts, strict=True)
+        )
+        allocations = (
+            GhostAllocation(address, size, birth, draw(st.none() | counts), margin)
+            for address, (_, _, size, birth) in zip(addresses[c], regions, strict=True)
+        )
+        ghosts = LOW[c], LOW[c] + 64
+        return Recording(
+            tuple(recorded), chain(n_nodes), tuple(allocations), 0, (), ghosts, None, builtin
+        )  # fmt: skip
+
+    return recording(0), recording(1), RangeMap([(at, 8, 0) for at in framework])
+
+
+def outcome(a: Recording, b: Recording, framework: RangeMap) -> Any:
+    try:
+        return match(a, b, framework=framework)
+    except MatchError as e:
+        return e.reason, e.node
+
+
+@settings(max_examples=500)
+@given(doubtful())
+def test_what_is_told_at_once_is_what_the_rules_say(case: tuple[Recording, Recording, RangeMap]) -> None:
+    """Words that are skipped, or taken for a slot without further questions, are so by the rules as well."""
+    found = outcome(*case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RangeMap, "span", (0, 1 << 64))
+        patch.setattr(PlainRegions, "slot", lambda self, *word: None)
+        assert outcome(*case) == found
+
+
+@pytest.mark.parametrize(
+    ("regions", "word"),
+    [
+        pytest.param([(0, 4, 4), (4, 4, 8)], (4, 8), id="at the end, where another one begins"),
+        pytest.param([(0, 0, 8), (4, 3, 4)], (4, 4), id="inside, and inside another one"),
+        pytest.param([(0, 4, 8), (16, 20, 8)], (0, 4), id="another one moved as far"),
+    ],
+)
+def test_doubts_are_left_to_the_rules(regions: list[tuple[int, int, int]], word: tuple[int, int]) -> None:
+    """A custom op's word that is not told at once, though it moved with a region and lies at its bytes."""
+    first, second = (
+        Recording(
+            (NodeRecord("kernel", "k", (), struct.pack("=Q", LOW[c] + word[c])),),
+            chain(1),
+            tuple(GhostAllocation(LOW[c] + r[c], r[2], 0, None) for r in regions),
+            0,
+            (),
+            (LOW[c], LOW[c] + 64),
+            None,
+        )
+        for c in (0, 1)
+    )
+    with pytest.raises(MatchError) as caught:
+        match(first, second)
+    assert caught.value.reason.code == "ambiguous-word"
+
+
+def test_nothing_is_found_outside_the_span() -> None:
+    ranges = RangeMap([(100, 8, 2), (40, 10, 3), (200, 0, 1)])
+    low, high = ranges.span
+    assert (low, high) == (37, 202)
+    assert ranges.find(low) is not None
+    assert ranges.find(high - 1) is not None
+    assert ranges.find(low - 1) is None
+    assert ranges.find(high) is None
+    assert RangeMap([]).span == (0, 0)

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -184,14 +185,20 @@ NUMBERS = ("low", "high", "position", "mapped", "chunk", "handle", "guard", "uni
 class Range:
     """An arena over nothing: mapping is noted, and fails after `room` chunks."""
 
-    def __init__(self, layout: int = 0, size: int = 1 << 30, room: int = 1000) -> None:
+    def __init__(self, layout: int = 0, size: int = 1 << 30, room: int = 1000, closed: int = 0) -> None:
         self.mapped: list[int] = []
 
         def map_chunk(address: int, size: int, offset: int, handle: int, flags: int) -> int:
             self.mapped.append(address)
             return 2 if len(self.mapped) > room else 0
 
-        self.keep = (_MAP(map_chunk), _ACCESS(lambda *a: 0))
+        self.opened: list[tuple[int, int]] = []
+
+        def access(address: int, size: int, desc: int | None, count: int) -> int:
+            self.opened.append((address, address + size))
+            return closed
+
+        self.keep = (_MAP(map_chunk), _ACCESS(access))
         low = 1 << 40
         pointers = [ctypes.cast(f, ctypes.c_void_p).value for f in self.keep]
         rule = (UNIT, further(layout))
@@ -218,6 +225,10 @@ def test_arena_places_ranges_by_the_rule(library: Any, takes: list[tuple[int, in
     assert arena.mapped == [arena.state.low + i * (2 << 20) for i in range(len(arena.mapped))], (
         "each chunk once"
     )
+    ends = [arena.state.low, *(end for _, end in arena.opened)]
+    assert arena.opened == list(pairwise(ends)), "access to all of them, once for each range"
+    assert ends[-1] == arena.state.mapped
+    assert len(arena.opened) <= len(takes)
 
 
 def test_arena_says_no(library: Any) -> None:
@@ -230,6 +241,38 @@ def test_arena_says_no(library: Any) -> None:
     assert poor.take(library, 1 << 20) != 0
     assert poor.take(library, 8 << 20) == 0
     assert poor.state.error == 2
+    assert poor.take(library, 1 << 10) == 0, "nothing after an error"
+    shut = Range(closed=3)
+    assert shut.take(library, 1 << 10) == 0
+    assert (shut.state.error, shut.state.position) == (3, shut.state.low)
+    assert shut.state.mapped == shut.state.low + (2 << 20), "to be unmapped in the end"
+    assert shut.take(library, 1 << 10) == 0, "it is mapped, but nothing may look at it"
+
+
+LEFT_ON_THE_STACK = """
+void leave(void) { volatile char a[4096]; for (int i = 0; i < 4096; i++) a[i] = 0x5A; }
+int count(void) {
+    volatile char a[4096];
+    int n = 0;
+    for (int i = 0; i < 4096; i++) n += a[i] == 0x5A;
+    return n;
+}
+int left(void (*scrub)(void)) { leave(); if (scrub) scrub(); return count(); }
+"""
+
+
+def test_the_stack_below_is_cleared(library: Any, tmp_path: pathlib.Path) -> None:
+    """What an earlier call left there is gone, though nobody reads what the helper writes."""
+    source, made = tmp_path / "stack.c", tmp_path / "stack.so"
+    source.write_text(LEFT_ON_THE_STACK)
+    subprocess.run(
+        [*libraries._compiler(".c"), "-O0", "-w", "-shared", "-fPIC", "-o", str(made), str(source)],
+        check=True,
+    )
+    left = ctypes.CDLL(str(made)).left
+    left.argtypes = [ctypes.c_void_p]
+    assert left(None) > 4000
+    assert left(libraries.address_of(library.pg_scrub_stack)) < 100
 
 
 def test_allocator_needs_an_active_arena(library: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from pgraph.capture import recorder
 from pgraph.capture.record import record
 from pgraph.capture.recorder import GhostRange, Recorder
-from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.template.recording import Recording
 
 ATEN = torch.ops.aten
@@ -74,3 +76,49 @@ def test_only_those_whose_tensor_is_gone_are_asked() -> None:
     finally:
         Recorder.__init__ = real  # type: ignore[method-assign]
     assert len(asked) < 200, f"{len(asked)} ranges were asked for 51 ops"
+
+
+def test_each_op_asks_twice_for_the_count_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver needs longer to tell than all else that is noted of an op."""
+    asked = []
+    real = HostSession.node_count
+
+    def node_count(self: HostSession) -> int:
+        asked.append(real(self))
+        return asked[-1]
+
+    monkeypatch.setattr(HostSession, "node_count", node_count)
+
+    def fn(args: list[Any]) -> list[torch.Tensor]:
+        x = args.pop()
+        for _ in range(3):
+            x = ATEN.sin(x)
+        return [x]
+
+    recorded(fn)
+    assert asked == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_results_are_found_by_a_look_at_each_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a look at all of them for each result."""
+    looked = []
+
+    class Looked(GhostRange):
+        @property
+        def owner(self) -> Any:
+            looked.append(self)
+            return self.kept
+
+        @owner.setter
+        def owner(self, value: Any) -> None:
+            self.kept = value
+
+    monkeypatch.setattr(recorder, "GhostRange", Looked)
+
+    def fn(args: list[Any]) -> list[torch.Tensor]:
+        x = args.pop()
+        return [x, *(ATEN.sin(x) for _ in range(50))]
+
+    found = recorded(fn)
+    assert [output.region for output in found.outputs] == [None, *range(1, 51)]
+    assert len(looked) < 50 * 10

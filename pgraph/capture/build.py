@@ -79,6 +79,7 @@ def build(
         slots = _slots(driver, first, second, constants)
         shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, shared, slack_bytes)
+        driver.cut(first.graph, [(chunk.first, chunk.last) for chunk in template.plan.chunks])
         execs = tuple(
             driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
             for chunk in template.plan.chunks

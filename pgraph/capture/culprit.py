@@ -9,6 +9,8 @@ and need not: a wrong guess costs a compilation, and each capture around it is p
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,11 +19,11 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from pgraph.ops.fx import is_neutral, op_name, op_of
+from pgraph.ops.fx import flat_values, is_neutral, op_name, op_of
 from pgraph.reasons import Dispatch
 from pgraph.template.recording import Recording
 
-__all__ = ["culprit_of", "dispatch_at", "dispatch_of", "nodes_of"]
+__all__ = ["culprit_of", "dispatch_at", "dispatch_of", "nodes_of", "numbered"]
 
 # What Inductor calls is often a sibling of what was traced: a sum moves into a product and out again.
 _SIBLINGS: Final = (
@@ -29,24 +31,46 @@ _SIBLINGS: Final = (
     frozenset({"aten::bmm", "aten::baddbmm"}),
     frozenset({"aten::convolution", "aten::_convolution", "aten::cudnn_convolution"}),
 )
-_LITERALS = (int, float, bool, str, complex)
+_LITERALS = frozenset({int, float, bool, str, complex})
 
 
-def dispatch_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], first: int, end: int) -> Dispatch:
-    """A dispatched call in plain words, without its ``out=``; it holds no tensor."""
-    targets = {a.name for a in op._schema.arguments if a.is_out} if isinstance(op, OpOverload) else set()
-    leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in targets}))
-    tensors = tuple(
-        (t.dtype, tuple(t.size()), tuple(t.stride()) if t.layout == torch.strided else ())
-        for t in leaves
-        if isinstance(t, torch.Tensor)
-    )
-    return Dispatch(op_name(op), first, end, tensors, tuple(x for x in leaves if type(x) in _LITERALS))
+def dispatch_of(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, first: int, end: int
+) -> Dispatch:
+    """A dispatched call in plain words, without its ``out=`` and not `numbered`; it holds no tensor."""
+    leaves = flat_values(args)
+    if kwargs:
+        targets = _targets(op) if isinstance(op, OpOverload) else ()
+        leaves += flat_values([value for name, value in kwargs.items() if name not in targets])
+    tensors, literals = [], []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            strides = tuple(leaf.stride()) if leaf.layout == torch.strided else ()
+            tensors.append((leaf.dtype, tuple(leaf.size()), strides))
+        elif type(leaf) in _LITERALS:
+            literals.append(leaf)
+    return Dispatch(op_name(op), first, end, tuple(tensors), tuple(literals))
+
+
+@functools.lru_cache(maxsize=4096)
+def _targets(op: OpOverload) -> frozenset[str]:
+    """Names of the arguments that results are written to."""
+    return frozenset(a.name for a in op._schema.arguments if a.is_out)
+
+
+def numbered(ops: Sequence[Dispatch], call: Dispatch) -> Dispatch:
+    """The call with `nth` as these ops, which came before it, tell."""
+    key = call.op, call.tensors, call.literals
+    nth = sum((op.op, op.tensors, op.literals) == key for op in ops)
+    return dataclasses.replace(call, nth=nth) if nth else call
 
 
 def dispatch_at(ops: Sequence[Dispatch], node: int | None) -> Dispatch | None:
     """The op that recorded a node; None for a generated kernel's."""
-    return next((op for op in ops if node is not None and op.first <= node < op.end), None)
+    for i, op in enumerate(ops):
+        if node is not None and op.first <= node < op.end:
+            return numbered(ops[:i], op)
+    return None
 
 
 def culprit_of(first: Recording, second: Recording, node: int | None) -> Dispatch | None:
@@ -58,9 +82,9 @@ def culprit_of(first: Recording, second: Recording, node: int | None) -> Dispatc
     """
     if node is not None:
         return dispatch_at(first.ops, node)
-    for a, b in zip(first.ops, second.ops, strict=False):
+    for i, (a, b) in enumerate(zip(first.ops, second.ops, strict=False)):
         if (a.op, a.first, a.end) != (b.op, b.first, b.end):
-            return a if (a.op, a.first) == (b.op, b.first) else None
+            return numbered(first.ops[:i], a) if (a.op, a.first) == (b.op, b.first) else None
     return None
 
 

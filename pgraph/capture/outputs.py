@@ -26,43 +26,67 @@ def output_specs(
     when it was written into. Two tensors on the same memory, each with a counter, would give wrong gradients
     and no error.
     """
+    origins = _Origins(recorder, moved, regions)
     specs: list[OutputSpec] = []
+    earlier: dict[int, list[int]] = {}  # results by region
     for position, value in enumerate(results):
-        spec = _output_spec(value, recorder, moved, regions)
+        spec = _output_spec(value, origins)
         if spec.region is not None:
-            for earlier in range(position):
-                if specs[earlier].region != spec.region:
-                    continue
-                if results[earlier] is value:
-                    spec = dataclasses.replace(spec, same=earlier)
+            others = earlier.setdefault(spec.region, [])
+            for other in others:
+                if results[other] is value:
+                    spec = dataclasses.replace(spec, same=other)
                     break
-                if same_counter(results[earlier], value):
-                    spec = dataclasses.replace(spec, view_of=earlier)
+                if same_counter(results[other], value):
+                    spec = dataclasses.replace(spec, view_of=other)
                     break
+            others.append(position)
         specs.append(spec)
     return tuple(specs)
 
 
-def _output_spec(value: Any, recorder: Recorder, moved: list[int], regions: list[GhostRange]) -> OutputSpec:
+class _Origins:
+    """Finds the input that a value is, and the range that it lies in.
+
+    Args:
+        moved: region of each range.
+    """
+
+    def __init__(self, recorder: Recorder, moved: list[int], regions: list[GhostRange]) -> None:
+        self.recorder, self.moved, self.regions = recorder, moved, regions
+        self._inputs: dict[int, int] = {}  # by object
+        for i, ghost in enumerate(recorder.inputs):
+            self._inputs.setdefault(id(ghost()), i)
+        self._ranges: dict[int, int] = {}  # by storage, those that live
+        for i, r in enumerate(recorder.ranges):
+            if r.owner is not None and r.death is None:
+                self._ranges.setdefault(r.owner.cdata, i)
+
+    def input(self, value: torch.Tensor) -> int | None:
+        i = self._inputs.get(id(value))
+        return i if i is not None and self.recorder.inputs[i]() is value else None
+
+    def range(self, value: torch.Tensor) -> int | None:
+        return self._ranges.get(StorageWeakRef(value.untyped_storage()).cdata)
+
+
+def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
     if not isinstance(value, torch.Tensor):
         return OutputSpec(constant=value)
-    for i, ghost in enumerate(recorder.inputs):
-        if ghost() is value:
-            return OutputSpec(input=i)
-    arena, n_inputs = recorder.arena, len(recorder.inputs)
-    owner = StorageWeakRef(value.untyped_storage())
-    for i, r in enumerate(recorder.ranges):
-        if r.owner is not None and r.owner.cdata == owner.cdata and r.death is None:
-            region = moved[i]
-            sizes = tuple(value.size()), tuple(value.stride())
-            layout = TensorSpec(*sizes, value.dtype, 0, value.is_conj(), value.is_neg())
-            if r.nbytes:
-                # Not `data_ptr()`, which is 0 for an empty tensor.
-                start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
-                layout = dataclasses.replace(layout, offset=int(start) - regions[region].address)
-            if i < n_inputs:
-                return OutputSpec(input=region, layout=layout)
-            return OutputSpec(region=region, layout=layout)
+    if (i := origins.input(value)) is not None:
+        return OutputSpec(input=i)
+    arena = origins.recorder.arena
+    if (i := origins.range(value)) is not None:
+        r, region = origins.recorder.ranges[i], origins.moved[i]
+        sizes = tuple(value.size()), tuple(value.stride())
+        layout = TensorSpec(*sizes, value.dtype, 0, value.is_conj(), value.is_neg())
+        if r.nbytes:
+            # Not `data_ptr()`, which is 0 for an empty tensor.
+            start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
+            layout = dataclasses.replace(layout, offset=int(start) - origins.regions[region].address)
+        if i < len(origins.recorder.inputs):
+            return OutputSpec(input=region, layout=layout)
+        return OutputSpec(region=region, layout=layout)
     if value.device != arena.device and value.device.type == "cpu":
         # Attention without dropout hands out host seeds that its backward takes and never reads; the
         # safety rules let no other host tensor into a captured partition.

@@ -134,17 +134,18 @@ def _merge(ranges: list[GhostRange], n_inputs: int) -> tuple[list[GhostRange], l
     for i in sorted(range(n_inputs, len(ranges)), key=lambda i: (ranges[i].address, i)):
         r = ranges[i]
         if merged:
-            last = merged[-1][0]
+            last, members = merged[-1]
             if r.address < last.address + last.nbytes:
+                merged[-1] = last, members = dataclasses.replace(last), members  # not the recorder's own
                 last.nbytes = max(last.nbytes, r.address + r.nbytes - last.address)
                 last.birth = min(last.birth, r.birth)
                 ends = (last.death, r.death)
                 last.death = None if None in ends else max(e for e in ends if e is not None)
                 last.margin = 0
                 last.library = last.library and r.library  # a tensor's bytes are meant to last
-                merged[-1][1].append(i)
+                members.append(i)
                 continue
-        merged.append((dataclasses.replace(r), [i]))
+        merged.append((r, [i]))
     merged.sort(key=lambda m: (m[0].birth, m[0].address))
     for region, (_, members) in enumerate(merged):
         for i in members:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from pgraph.capture.culprit import dispatch_of
+from pgraph.capture.culprit import dispatch_of, numbered
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.capture.parts import in_parts, joined
 from pgraph.compat import lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
-from pgraph.ops.fx import is_builtin, is_custom, op_name
+from pgraph.ops.fx import flat_values, is_builtin, is_custom, op_name
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
 
@@ -64,48 +62,41 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
+        self._mark: tuple[int, int] | None = None
         self.builtin: set[int] = set()
         self.ops: list[Dispatch] = []
-        self._times: Counter[Any] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before, known = self.boundary(), len(self.ranges)
+        after, results = before, []
         try:
-            results = [self._run(func, part, kwargs or {}, before) for part in in_parts(func, args)]
-            after = self._session.node_count()
+            for part in in_parts(func, args):
+                if after > before:
+                    self.boundary(after)
+                results.append(self._run(func, part, kwargs or {}, after))
+                after = self._session.node_count()
         except Exception as e:
-            raise failure_of(e, self._dispatch(func, args, kwargs, before, before)) from e
+            raise failure_of(e, numbered(self.ops, dispatch_of(func, args, kwargs, before, before))) from e
         if is_builtin(func):
             self.builtin.update(range(before, after))
         elif is_custom(func):
             fresh = any(r.nbytes for r in self.ranges[known:])
             if after == before and (fresh or _writes(func, args, kwargs or {})):
-                culprit = self._dispatch(func, args, kwargs, before, after)
+                culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))
                 raise CaptureError(not_recorded(op_name(func)), culprit=culprit)
         if after > before:
-            self.ops.append(self._dispatch(func, args, kwargs, before, after))
-        self.boundary()
+            self.ops.append(dispatch_of(func, args, kwargs, before, after))
+        self.boundary(after)  # nothing was recorded since it was counted
         return joined(results)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: int) -> Any:
-        before = self._session.node_count()
-        if before > first:
-            self.boundary()  # a further part
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], birth: int) -> Any:
         result = self._session.run_op(func, args, kwargs)
-        for leaf in tree_leaves(result):
+        for leaf in flat_values(result):
             if isinstance(leaf, torch.Tensor):
-                self._adopt(leaf, before)
+                self._adopt(leaf, birth)
         return result
-
-    def _dispatch(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, first: int, end: int
-    ) -> Dispatch:
-        found = dispatch_of(func, args, kwargs or {}, first, end)
-        key = found.op, found.tensors, found.literals
-        self._times[key] += 1
-        return dataclasses.replace(found, nth=self._times[key] - 1)
 
     @property
     def arena(self) -> Arena:
@@ -118,7 +109,7 @@ class Recorder(TorchDispatchMode):
         ghost = self._session.arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
-        self._watch(ghost, address, nbytes, birth=0)
+        self._watch(ghost, StorageWeakRef(ghost.untyped_storage()), address, nbytes, birth=0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
         return ghost
@@ -128,23 +119,32 @@ class Recorder(TorchDispatchMode):
         birth = self.boundary()
         ghost = self._session.arena.empty_strided(size, stride, dtype)
         storage = ghost.untyped_storage()  # the address of an empty tensor is 0, its storage's is not
-        self._watch(ghost, storage.data_ptr(), storage.nbytes(), birth)
+        self._watch(ghost, StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), birth)
         return ghost
 
-    def boundary(self) -> int:
-        """Note deaths up to now; returns the number of nodes recorded."""
-        count = self._session.node_count()
-        self._marks.append((self._session.arena.position, count))
-        kept = []
-        for r in self._orphans:
-            assert r.owner is not None
-            if r.owner.expired():
-                r.death = count
-                del self._alive[r.owner.cdata]
-                self._known.pop(r.address, None)
-            else:
-                kept.append(r)
-        self._orphans[:] = kept  # in place: the watchers add to it
+    def boundary(self, count: int | None = None) -> int:
+        """Note deaths up to now; returns the number of nodes recorded.
+
+        Args:
+            count: that number, where it was just asked for: a driver needs longer to tell than all else here.
+        """
+        if count is None:
+            count = self._session.node_count()
+        mark = self._session.arena.position, count
+        if mark != self._mark:
+            self._marks.append(mark)
+            self._mark = mark
+        if self._orphans:
+            kept = []
+            for r in self._orphans:
+                assert r.owner is not None
+                if r.owner.expired():
+                    r.death = count
+                    del self._alive[r.owner.cdata]
+                    self._known.pop(r.address, None)
+                else:
+                    kept.append(r)
+            self._orphans[:] = kept  # in place: the watchers add to it
         return count
 
     def steps(self, order: Topology) -> tuple[int, ...]:
@@ -153,6 +153,8 @@ class Recorder(TorchDispatchMode):
 
     def builtin_nodes(self, order: Topology) -> frozenset[int]:
         """Nodes recorded by built-in ops; where ops overlap, only if all of them are built-in."""
+        if order.is_chain:
+            return frozenset(self.builtin.intersection(range(order.n_nodes)))
         spans = (range(first, last) for first, last in pairwise(order.joins))
         return frozenset(node for span in spans if self.builtin.issuperset(span) for node in span)
 
@@ -164,19 +166,24 @@ class Recorder(TorchDispatchMode):
 
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if storage.nbytes() == 0 and tensor.device == self._session.arena.device:
-            if StorageWeakRef(storage).cdata not in self._alive:
-                self._watch(tensor, self._session.arena.take(0), 0, birth)  # allocators give no address
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes == 0 and tensor.device == self._session.arena.device:
+            owner = StorageWeakRef(storage)
+            if owner.cdata not in self._alive:
+                self._watch(
+                    tensor, owner, self._session.arena.take(0), 0, birth
+                )  # allocators give no address
             return
         if address in self._known or not self._session.arena.holds(address):
             return
-        if StorageWeakRef(storage).cdata in self._alive:
+        owner = StorageWeakRef(storage)
+        if owner.cdata in self._alive:
             return  # an alias of an input: its storage begins before its range
-        self._watch(tensor, address, storage.nbytes(), birth)
+        self._watch(tensor, owner, address, nbytes, birth)
 
-    def _watch(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
-        owner = StorageWeakRef(tensor.untyped_storage())
+    def _watch(
+        self, tensor: torch.Tensor, owner: StorageWeakRef, address: int, nbytes: int, birth: int
+    ) -> None:
         r = GhostRange(address, nbytes, birth, self._session.arena.guard, owner)
         self.ranges.append(r)
         self._alive[owner.cdata] = r
@@ -232,6 +239,6 @@ def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if any(isinstance(t, torch.Tensor) and t.numel() for t in tree_leaves(value)):
+        if any(isinstance(t, torch.Tensor) and t.numel() for t in flat_values(value)):
             return True
     return False

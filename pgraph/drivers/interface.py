@@ -271,6 +271,10 @@ class Driver(abc.ABC):
     def capture(self, arena: Arena) -> contextlib.AbstractContextManager[Session]:
         """Begin a capture; leaving the block ends it whatever happened."""
 
+    def cut(self, graph: Any, chunks: Sequence[tuple[int, int]]) -> None:
+        """Be told which ranges of nodes of a captured graph will be instantiated: all of them, in order."""
+        return  # there may be nothing to prepare
+
     @abc.abstractmethod
     def instantiate(
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
@@ -279,6 +283,7 @@ class Driver(abc.ABC):
 
         Args:
             first, last: joins.
+            slots: of all nodes, in the order of their nodes.
         """
 
     @abc.abstractmethod

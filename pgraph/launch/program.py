@@ -110,6 +110,9 @@ class Program:
     built: Built
 
 
+_Layouts = dict[int, TensorSpec]  # by block
+_Types = dict[int, torch.dtype]
+
 _SMALL = 512 << 10
 _PIECE = 1 << 20  # more than that comes from another pool of the allocator, whose pieces are larger
 
@@ -117,12 +120,12 @@ _PIECE = 1 << 20  # more than that comes from another pool of the allocator, who
 def program_of(built: Built, guards: Guards) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold."""
     template = built.template
-    direct = _direct_outputs(built)
-    results = tuple(_result(built, spec, direct) for spec in template.outputs)
+    direct, dtypes = _output_blocks(built)
+    results = tuple(_result(built, spec, direct, dtypes) for spec in template.outputs)
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     chunks = tuple(
         _chunk(
-            [_allocation(built, block, direct, with_tensor) for block in chunk.allocate],
+            [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate],
             built.execs[i] if chunk.last > chunk.first else None,
             chunk,
         )
@@ -138,14 +141,15 @@ def program_of(built: Built, guards: Guards) -> Program:
 def _chunk(allocations: list[Allocation], exec: Exec | None, chunk: Chunk) -> ChunkLaunch:
     """One launch, whose small blocks that die with it are allocated in few pieces.
 
-    A call of the allocator costs the host as much for a block of 512 bytes as for a large one. Results stay
-    apart, however small: `as_strided` in a later graph counts from the start of a result's storage.
+    A call of the allocator takes as long for a small block as for a large one. Results stay apart, however
+    small: `as_strided` in a later graph counts from the start of a result's storage.
     """
     pieces: list[Allocation] = []
     joined: set[int] = set()
+    dying = frozenset(chunk.free)
     last = -1  # the piece that may still grow
     for one in allocations:
-        if not 0 < one.raw <= _SMALL or one.block not in chunk.free:
+        if not 0 < one.raw <= _SMALL or one.block not in dying:
             pieces.append(one)
         elif last >= 0 and pieces[last].raw + one.raw <= _PIECE:
             pieces[last] = _join(pieces[last], one)
@@ -164,21 +168,28 @@ def _join(piece: Allocation, one: Allocation) -> Allocation:
     return Allocation(piece.block, (nbytes,), (1,), torch.uint8, nbytes, piece.tenants + tenants)
 
 
-def _direct_outputs(built: Built) -> dict[int, TensorSpec]:
-    """Blocks that can be allocated as the very tensor that is returned: block -> its layout."""
+def _output_blocks(built: Built) -> tuple[_Layouts, _Types]:
+    """Blocks with results in them.
+
+    Returns:
+        The layouts of those that can be allocated as the very tensor that is returned; and the type of each
+        one's elements: that of the first result in it, so that this one is a plain view.
+    """
     plan = built.template.plan
-    direct: dict[int, TensorSpec] = {}
+    direct: _Layouts = {}
+    dtypes: _Types = {}
     for spec in built.template.outputs:
         if spec.region is None:
             continue
         block, offset = plan.location(spec.region)
         layout = spec.layout
         assert layout is not None
+        dtypes.setdefault(block, layout.dtype)
         alone = len(plan.blocks[block].tenants) == 1 and offset == 0 and layout.offset == 0
         lazy = layout.conj or layout.neg
         if alone and not lazy and _nbytes(layout) == built.template.regions[spec.region].nbytes:
             direct.setdefault(block, layout)
-    return direct
+    return direct, dtypes
 
 
 def _nbytes(layout: TensorSpec) -> int:
@@ -189,28 +200,19 @@ def _nbytes(layout: TensorSpec) -> int:
 
 
 def _allocation(
-    built: Built, block: int, direct: dict[int, TensorSpec], with_tensor: frozenset[int]
+    built: Built, block: int, direct: _Layouts, dtypes: _Types, with_tensor: frozenset[int]
 ) -> Allocation:
     facts = built.template.plan.blocks[block]
     if block in direct:
         layout = direct[block]
         return Allocation(block, layout.size, layout.stride, layout.dtype, 0, facts.tenants)
-    dtype = _block_dtype(built, block)
+    dtype = dtypes.get(block, torch.uint8)
     length = -(-facts.nbytes // dtype.itemsize)
     raw = 0 if block in with_tensor else length * dtype.itemsize
     return Allocation(block, (length,), (1,), dtype, raw, facts.tenants)
 
 
-def _block_dtype(built: Built, block: int) -> torch.dtype:
-    """The type of a block's elements: that of the first result in it, so that this one is a plain view."""
-    for spec in built.template.outputs:
-        if spec.region is not None and built.template.plan.location(spec.region)[0] == block:
-            assert spec.layout is not None
-            return spec.layout.dtype
-    return torch.uint8
-
-
-def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> Result:
+def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) -> Result:
     if spec.region is None and spec.input is None:
         return Result(Source.CONSTANT, constant=spec.constant)
     if spec.input is not None:
@@ -227,7 +229,7 @@ def _result(built: Built, spec: OutputSpec, direct: dict[int, TensorSpec]) -> Re
     block, offset = built.template.plan.location(spec.region)
     if direct.get(block) == spec.layout:
         return Result(Source.BLOCK, block)
-    dtype = direct[block].dtype if block in direct else _block_dtype(built, block)
+    dtype = direct[block].dtype if block in direct else dtypes[block]
     if not (spec.layout.conj or spec.layout.neg) and spec.layout.dtype == dtype:
         # What `view` comes to; a block's tensor begins where its storage does.
         first, rest = divmod(offset + spec.layout.offset, dtype.itemsize)

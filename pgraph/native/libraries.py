@@ -59,6 +59,8 @@ def load() -> ctypes.CDLL | None:
     library.pg_arena_take.restype = ctypes.c_uint64
     library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 2
     library.pg_arena_activate.argtypes = [ctypes.c_void_p]
+    library.pg_pack.restype = None
+    library.pg_pack.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3
     return library

@@ -1,15 +1,18 @@
-/* The two loops that Python is too slow, or not allowed, to run.
+/* The loops that Python is too slow, or not allowed, to run.
  *
  * pg_launch: compare every slot with today's address, rewrite the nodes that changed, launch.
  * pg_ghost_alloc / pg_ghost_free: the allocator of the ghost memory pool. It is called with the
  * caching allocator's mutex held; a Python callback there would wait for the interpreter lock
  * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
  *
+ * pg_pack: the parameters of one kernel, gathered.
+ *
  * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
  */
 #include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef int (*fn_set_params)(void *exec, void *node, const void *params);
 typedef int (*fn_set_copy)(void *exec, void *node, const void *params, void *ctx);
@@ -91,13 +94,21 @@ int64_t pg_launch(pg_exec *e, void *stream, const uint64_t *bases)
     return result;
 }
 
+/* Copies a kernel's parameters into one buffer: the i-th, which pointers[i] points to, has layout[2 * i + 1] bytes
+ * and goes to data + layout[2 * i]. */
+void pg_pack(char *data, const void *const *pointers, const uint64_t *layout, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        memcpy(data + layout[2 * i], pointers[i], layout[2 * i + 1]);
+}
+
 /* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find
  * it; without old addresses lying about there, fewer captures are ambiguous. */
 void pg_scrub_stack(void)
 {
-    volatile char old[96 << 10];
-    for (size_t i = 0; i < sizeof old; i++)
-        old[i] = 0;
+    char old[96 << 10];
+    memset(old, 0, sizeof old);
+    __asm__ volatile("" : : "r"(old) : "memory"); /* nobody reads it, but it is to be written */
 }
 
 typedef int (*fn_map)(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags);
@@ -114,7 +125,7 @@ typedef struct {
     uint64_t unit;     /* addresses are rounded up to it */
     uint64_t further;  /* and moved on by so much: Note [Two layouts] in pgraph/drivers/interface.py */
     uint64_t count;    /* ranges handed out */
-    int64_t error;     /* first CUresult other than 0 */
+    int64_t error;     /* first CUresult other than 0; nothing is taken after it */
     fn_map map;
     fn_access access;
     const void *desc;  /* CUmemAccessDesc */
@@ -131,16 +142,18 @@ uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t phase)
     uint64_t end = start + size + a->guard;
     if (end > a->high)
         return 0;
-    while (a->mapped < end) {
-        int rc = a->map(a->mapped, a->chunk, 0, a->handle, 0);
+    uint64_t first = a->mapped;
+    int rc = a->error ? (int)a->error : 0; /* what was mapped then may have no access */
+    while (!rc && a->mapped < end) {
+        rc = a->map(a->mapped, a->chunk, 0, a->handle, 0);
         if (!rc)
-            rc = a->access(a->mapped, a->chunk, a->desc, 1);
-        if (rc) {
-            if (!a->error)
-                a->error = rc;
-            return 0;
-        }
-        a->mapped += a->chunk;
+            a->mapped += a->chunk;
+    }
+    if (!rc && a->mapped > first)
+        rc = a->access(first, a->mapped - first, a->desc, 1); /* once for all: it takes longer than to map */
+    if (rc) {
+        a->error = rc;
+        return 0;
     }
     a->position = end;
     a->count++;

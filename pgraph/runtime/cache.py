@@ -58,7 +58,8 @@ class Captured:
 
 
 class SpecializationCache:
-    """Called with its lock held, but for `captured` and `latest`, which are read without it.
+    """Called with its lock held, but for `captured` and `latest`, which are read without it, and for `ran`
+    and `timed`, which take it.
 
     Args:
         driver: whose tensors count.
@@ -114,19 +115,21 @@ class SpecializationCache:
 
     def ran(self, specialization: Specialization, seconds: float) -> None:
         """Note an uncaptured run, and how long it kept the host."""
-        specialization.ran()
-        self._keeper.ran(specialization.use, self._stats.launches)
-        self._economy.ran(seconds)
-        if specialization.trial is not None:
-            specialization.trial.own.append(seconds)
-            self._judge(specialization)
+        with self.lock:
+            specialization.ran()
+            self._keeper.ran(specialization.use, self._stats.launches)
+            self._economy.ran(seconds)
+            if specialization.trial is not None:
+                specialization.trial.own.append(seconds)
+                self._judge(specialization)
 
     def timed(self, specialization: Specialization, seconds: float) -> None:
         """Note how long a launch kept the host."""
-        self._economy.launched(seconds)
-        if specialization.trial is not None:
-            specialization.trial.launches.append(seconds)
-            self._judge(specialization)
+        with self.lock:
+            self._economy.launched(seconds)
+            if specialization.trial is not None:
+                specialization.trial.launches.append(seconds)
+                self._judge(specialization)
 
     def _judge(self, specialization: Specialization) -> None:
         assert specialization.trial is not None

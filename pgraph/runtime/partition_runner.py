@@ -127,8 +127,7 @@ class PartitionRunner:
                 except _LAUNCH_ERRORS as e:
                     failed = self._failed(captured, e)
                 if launched is not None:
-                    with self._cache.lock:
-                        self._cache.timed(specialization, trial.clock() - start)
+                    self._cache.timed(specialization, trial.clock() - start)
         if failed is not None:  # not in a handler: the error's frames hold memory
             self.admission.insist(failed.reason)
             return self._run_uncaptured(args, None)
@@ -216,14 +215,11 @@ class PartitionRunner:
 
     def _run_uncaptured(self, args: list[Any], specialization: Specialization | None) -> Any:
         start = trial.clock()
-        if compat.profiling():
-            result = in_range("uncaptured", self._label, self._plain, args)
-        else:
-            result = self._plain(args)
+        plain = self._plain
+        result = in_range("uncaptured", self._label, plain, args) if compat.profiling() else plain(args)
         self.stats.uncaptured_runs += 1
         if specialization is not None:
-            with self._cache.lock:
-                self._cache.ran(specialization, trial.clock() - start)
+            self._cache.ran(specialization, trial.clock() - start)
         return result
 
     def _short_of_memory(self, error: Exception) -> None:

@@ -63,7 +63,6 @@ Cost: O(regions), and O(log(regions)) for each word that moves.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
 from collections.abc import Sequence
@@ -72,6 +71,7 @@ from typing import NamedTuple
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 from pgraph.template.kernel_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
+from pgraph.template.plain_regions import PlainRegions, suspects
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
@@ -150,7 +150,7 @@ def _same_structure(a: Recording, b: Recording) -> None:
 
 
 def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
-    if dataclasses.replace(x, constant=None) != dataclasses.replace(y, constant=None):
+    if any(getattr(x, name) != getattr(y, name) for name in OutputSpec.__slots__ if name != "constant"):
         return False
     if x.unread:
         return True
@@ -182,7 +182,8 @@ class _Matcher:
         constants: RangeMap | None,
     ) -> None:
         self._a, self._b = a, b
-        self._map_a, self._map_b = _region_map(a.allocations), _region_map(b.allocations)
+        self._map_a = RangeMap([(r.address, r.nbytes, r.margin) for r in a.allocations])
+        self._map_b = RangeMap([(r.address, r.nbytes, r.margin) for r in b.allocations])
         self._framework = framework
         self._workspaces = workspaces
         self._constants = constants
@@ -190,6 +191,7 @@ class _Matcher:
         self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
         for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
             self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
+        self._plain = PlainRegions(a.allocations, b.allocations, self._moved, self._map_a)
 
     def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
         words = len(node_a.params) // 8
@@ -198,7 +200,10 @@ class _Matcher:
         builtin = index in self._builtin
         structs = node_a.structs if builtin else ()
         slots = []
-        for w, (va, vb) in enumerate(zip(values_a, values_b, strict=True)):
+        for w, va, vb in suspects(values_a, values_b, self._framework):
+            if (slot := self._plain.slot(index, w * 8, va, vb)) is not None:
+                slots.append(slot)
+                continue
             word = _Word(node_a, index, w * 8, builtin, any(low <= w * 8 < high for low, high in structs))
             if va == vb:
                 self._constant(word, va)
@@ -301,10 +306,6 @@ def _signed(value: int) -> int:
 
 def _within(value: int, ghosts: tuple[int, int]) -> bool:
     return ghosts[0] <= value < ghosts[1]
-
-
-def _region_map(allocations: Sequence[GhostAllocation]) -> RangeMap:
-    return RangeMap([(r.address, r.nbytes, r.margin) for r in allocations])
 
 
 def _refuse(code: str, sentence: str) -> MatchError:

@@ -22,6 +22,11 @@ class RangeMap:
         self._low = [ranges[i][0] - ranges[i][2] for i in order]
         self._high = [ranges[i][0] + max(ranges[i][1], 1) + ranges[i][2] for i in order]
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """[first, end) of addresses outside which nothing is found; (0, 0) if there are no ranges."""
+        return (self._low[0], self._high[-1]) if self._low else (0, 0)
+
     def find(self, address: int) -> tuple[int, int] | None:
         """(position in the constructor's list, offset from the range's first byte), or None."""
         k = bisect.bisect_right(self._low, address) - 1

@@ -6,14 +6,16 @@ allocation timeline. It holds no addresses: those of a recording are ghosts (`pg
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from pgraph.template.plan import Plan
 from pgraph.template.recording import NodeRecord, OutputSpec
 from pgraph.text import amount
 
-__all__ = ["Region", "Slot", "Template"]
+__all__ = ["Region", "Slot", "Template", "slots_of"]
 
 RegionKind = Literal["input", "output", "temp", "workspace"]
 
@@ -44,6 +46,16 @@ class Slot:
     offset: int
     region: int
     delta: int
+
+
+def slots_of(slots: Sequence[Slot], first: int, last: int) -> Sequence[Slot]:
+    """Those of the nodes [first, last).
+
+    Args:
+        slots: in the order of their nodes.
+    """
+    start, end = (bisect.bisect_left(slots, node, key=lambda slot: slot.node) for node in (first, last))
+    return slots[start:end]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

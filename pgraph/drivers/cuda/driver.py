@@ -41,7 +41,14 @@ from torch.utils._pytree import tree_map_only
 from pgraph.drivers.cuda import workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
-from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, allocator_trace, read_trace, unlimited
+from pgraph.drivers.cuda.ghost import (
+    CudaArena,
+    GhostPools,
+    allocator_trace,
+    clear_trace,
+    read_trace,
+    unlimited,
+)
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.cuda.peaks import restore
@@ -55,7 +62,7 @@ from pgraph.ops.fx import op_name
 from pgraph.reasons import Reason
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
-from pgraph.template.template import Slot
+from pgraph.template.template import Slot, slots_of
 from pgraph.template.topology import Topology
 
 __all__ = ["CudaDriver"]
@@ -120,7 +127,7 @@ class CudaSession(Session):
         return self._hidden
 
     def _read_hidden(self) -> list[HiddenAllocation]:
-        found = read_trace(self.arena)
+        found = read_trace(self.arena, self._pools.latest)
         if self._shared_history and len(found) < self.arena.segments:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
@@ -128,8 +135,12 @@ class CudaSession(Session):
             return found
         # Held by a tensor of the program (the recorder knows those) or by a library, whose
         # workspaces can be asked back.
+        before: list[HiddenAllocation] = []
+        if not self._shared_history:
+            clear_trace()  # it was read: only what follows is of interest
+            before = found
         workspaces.drop(self._stream.cuda_stream, self.arena)
-        kept = {h.address for h in read_trace(self.arena) if not h.freed}
+        kept = {h.address for h in read_trace(self.arena, self._pools.latest, before) if not h.freed}
         return [dataclasses.replace(h, kept=h.address in kept) for h in found]
 
     def close(self) -> None:
@@ -194,12 +205,15 @@ class CudaDriver(Driver):
             finally:
                 session.close()
 
+    def cut(self, graph: CudaGraph, chunks: Sequence[tuple[int, int]]) -> None:
+        graph.cut(chunks)
+
     def instantiate(
         self, graph: CudaGraph, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         with torch.cuda.device(self.device):
             graph.anchor(nodes, slots, self.device.index)
-            mine = [s for s in slots if first <= s.node < last]
+            mine = slots_of(slots, first, last)
             return CudaExec(graph, nodes, first, last, mine, self._capture_stream().cuda_stream)
 
     def framework_ranges(self) -> RangeMap | None:

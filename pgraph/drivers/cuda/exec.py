@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph.drivers.cuda.nodes import check, node_reason
+from pgraph.drivers.cuda.nodes import KernelParams, check, node_reason
 from pgraph.drivers.interface import Exec
 from pgraph.errors import CaptureError
 from pgraph.native import libraries
@@ -57,21 +57,6 @@ def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
     return owner.data_ptr(), owner
 
 
-class _KernelStruct(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = [
-        ("func", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("kernel_params", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kern", ctypes.c_void_p),
-        ("ctx", ctypes.c_void_p),
-    ]
-
-
 @functools.cache
 def _calls() -> Any:
     """The driver functions called by hand, and `pg_calls`: the table of those that a launch needs."""
@@ -103,6 +88,8 @@ class CudaGraph:
         self.graph = graph
         self.nodes = nodes
         self._anchored = False
+        self._chunks: tuple[tuple[int, int], ...] = ()
+        self._parts: dict[tuple[int, int], CudaGraph] = {}
 
     def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
         """Point copy and fill nodes with slots at ordinary memory, before anything is instantiated.
@@ -137,19 +124,46 @@ class CudaGraph:
                 what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
                 raise CaptureError(node_reason(what))
 
-    def cut(self, first: int, last: int) -> tuple[CudaGraph, Sequence[Any]]:
-        """A copy with the nodes [first, last) and the edges between them only, and their handles in it."""
+    def cut(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Be told of which ranges of nodes there will be a part: all nodes, in order."""
+        self._chunks = tuple(chunks)
+
+    def part(self, first: int, last: int) -> CudaGraph:
+        """A copy with the nodes [first, last) and the edges between them only; itself, if those are all."""
+        if (first, last) == (0, len(self.nodes)):
+            return self
+        if self._chunks:
+            chunks, self._chunks = self._chunks, ()
+            self._parts = dict(zip(chunks, _divided(self, chunks), strict=True))
+        found = self._parts.pop((first, last), None)
+        return found if found is not None else self._copy(first, last)
+
+    def _copy(self, first: int, last: int) -> CudaGraph:
         (clone,) = check(cu.cuGraphClone(self.graph))
-        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes])
-        for i, twin in enumerate(copy.nodes):
-            if not first <= i < last:
-                check(cu.cuGraphDestroyNode(twin))
-        copy.nodes = copy.nodes[first:last]
-        return copy, copy.nodes
+        copy = CudaGraph(clone, [])
+        twins = [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes]
+        for twin in (*twins[:first], *twins[last:]):
+            check(cu.cuGraphDestroyNode(twin))
+        copy.nodes = twins[first:last]
+        return copy
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             check(cu.cuGraphDestroy(self.graph))
+
+
+def _divided(graph: CudaGraph, chunks: Sequence[tuple[int, int]]) -> list[CudaGraph]:
+    """A part for each of these ranges, which are all nodes of the graph.
+
+    By halves: a graph can only be copied as a whole, so to copy it for each part would take the nodes times
+    the parts.
+    """
+    if len(chunks) == 1:
+        return [graph]
+    half, begin = len(chunks) // 2, chunks[0][0]
+    border = chunks[half][0] - begin
+    left, right = graph._copy(0, border), graph._copy(border, len(graph.nodes))
+    return [*_divided(left, chunks[:half]), *_divided(right, chunks[half:])]
 
 
 def _rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[int]:
@@ -164,7 +178,8 @@ def _outside_allocator() -> int:
     PyTorch. What other processes do on the device remains in it; nothing tells a process's own share.
     """
     free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_stats_as_nested_dict()["reserved_bytes"]["all"]["current"]
+    return int(total - free - reserved)
 
 
 class CudaExec(Exec):
@@ -193,9 +208,8 @@ class CudaExec(Exec):
         stream: int,
     ) -> None:
         self._lock = threading.Lock()
-        self._source, handles = (
-            (graph, graph.nodes) if (first, last) == (0, len(graph.nodes)) else graph.cut(first, last)
-        )
+        self._source = graph.part(first, last)
+        handles = self._source.nodes
         before = _outside_allocator()
         (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
         check(cu.cuGraphUpload(self._exec, stream))
@@ -229,23 +243,24 @@ class CudaExec(Exec):
         base = -(-ctypes.addressof(self._memory) // 64) * 64
         self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
         self._keep: list[Any] = []
-        self._entries = (NodeEntry * len(nodes))()
-        self._slots = (SlotEntry * len(slots))()
+        words = array.array("q")  # as SlotEntry has them
+        for s in slots:
+            words.extend(((starts[s.node - first] + s.offset) // 8, s.region, s.delta))
+        self._slots = (SlotEntry * len(slots)).from_buffer_copy(words)
+        entries = array.array("Q")  # as NodeEntry has them
         at = 0
         for i, (handle, node, start) in enumerate(zip(handles, nodes, starts, strict=True)):
             ctypes.memmove(base + start, node.params, len(node.params))
-            mine = slots[at : _end(slots, at, first + i)]
-            for k, s in enumerate(mine):
-                self._slots[at + k] = SlotEntry((start + s.offset) // 8, s.region, s.delta)
-            struct = self._struct(node, base + start)
-            self._entries[i] = NodeEntry(_KIND[node.kind], int(handle), struct, at, at + len(mine))
-            at += len(mine)
+            end = _end(slots, at, first + i)
+            entries.extend((_KIND[node.kind], int(handle), self._struct(node, base + start), at, end))
+            at = end
+        self._entries = (NodeEntry * len(nodes)).from_buffer_copy(entries)
 
     def _struct(self, node: NodeRecord, address: int) -> int:
         if node.kind != "kernel":
             return address
         function, grid, block, shared, ctx, passing = node.header
-        struct = _KernelStruct(func=function, grid=grid, block=block, shared=shared, ctx=ctx)
+        struct = KernelParams(func=function, grid=grid, block=block, shared=shared, ctx=ctx)
         if passing[0] == "params":
             table = (ctypes.c_void_p * max(len(passing[1]), 1))(*[address + o for o in passing[1]])
             struct.kernel_params = ctypes.addressof(table)

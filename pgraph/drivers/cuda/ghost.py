@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pgraph.errors import DriverError
 from pgraph.native import libraries
 from pgraph.native.structs import ArenaState
 
-__all__ = ["CudaArena", "GhostPools", "allocator_trace", "read_trace", "unlimited"]
+__all__ = ["CudaArena", "GhostPools", "allocator_trace", "clear_trace", "read_trace", "unlimited"]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
@@ -119,12 +119,16 @@ class CudaArena(Arena):
         s = self.state
         start = next_start(s.position, s.guard, self._layout, phase)
         end = start + nbytes + s.guard
-        if end > s.high:
+        if end > s.high or s.error:
             return 0
-        while s.mapped < end:
-            check(cu.cuMemMap(s.mapped, s.chunk, 0, self._handle, 0))
-            check(cu.cuMemSetAccess(s.mapped, s.chunk, [self._access], 1))
-            s.mapped += s.chunk
+        first = s.mapped
+        while not s.error and s.mapped < end:
+            s.error = cu.cuMemMap(s.mapped, s.chunk, 0, self._handle, 0)[0].value
+            s.mapped += 0 if s.error else s.chunk
+        if not s.error and s.mapped > first:
+            s.error = cu.cuMemSetAccess(first, s.mapped - first, [self._access], 1)[0].value
+        if s.error:
+            return 0
         s.position, s.count = end, s.count + 1
         return start
 
@@ -134,10 +138,16 @@ class CudaArena(Arena):
             torch.cuda.synchronize(self._device)
         if self.leaked:
             return
-        for address in range(self.low, self.state.mapped, self._chunk):
-            check(cu.cuMemUnmap(address, self._chunk))
+        self._unmap()
         check(cu.cuMemRelease(self._handle))
         check(cu.cuMemAddressFree(self._base, _RESERVE))
+
+    def _unmap(self) -> None:
+        mapped = self.state.mapped - self.low
+        # All mappings side by side at once; one by one if a driver should not take that.
+        if mapped and cu.cuMemUnmap(self.low, mapped)[0] != cu.CUresult.CUDA_SUCCESS:
+            for address in range(self.low, self.state.mapped, self._chunk):
+                check(cu.cuMemUnmap(address, self._chunk))
 
 
 def _physical(prop: Any) -> tuple[int, Any]:
@@ -197,7 +207,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
     def __init__(self, arena: CudaArena) -> None:
         self._arena = arena
         self._pools: list[Any] = []
-        self._used_at = -1
+        self._used_at = 0
 
     def __enter__(self) -> GhostPools:
         global _current
@@ -218,10 +228,15 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
             library.pg_arena_activate(None)
         _current = None
 
+    @property
+    def latest(self) -> tuple[int, int]:
+        """Id of the pool that is in use."""
+        return tuple(self._pools[-1].id)
+
     def refresh(self) -> None:
         """Begin a new pool if the last one has been used (Note [One pool per op])."""
-        # Direct ghosts move the position too; a pool too many costs nothing but a little time.
-        if self._arena.position != self._used_at:
+        # Used: the allocator has asked for memory. A pool without any has nothing to hand out again.
+        if self._arena.segments != self._used_at:
             self._close()
             self._open()
 
@@ -229,7 +244,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         pool = torch.cuda.MemPool(self._allocator, no_split=True)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._arena.device.index, pool.id)
         self._pools.append(pool)
-        self._used_at = self._arena.position
+        self._used_at = self._arena.segments
 
     def _close(self) -> None:
         pool = self._pools[-1]
@@ -270,18 +285,36 @@ def allocator_trace() -> Iterator[bool]:
     if torch._C._cuda_isHistoryEnabled():
         yield True
         return
-    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    clear_trace()
     try:
         yield False
     finally:
         torch.cuda.memory._record_memory_history(None)
 
 
-def read_trace(arena: CudaArena) -> list[HiddenAllocation]:
-    """Every allocation that the caching allocator placed in the arena, oldest first."""
-    sizes: dict[int, int] = {}
-    alive: set[int] = set()
-    for entry in torch._C._cuda_memorySnapshot(None)["device_traces"][arena.device.index]:
+def clear_trace() -> None:
+    """Have the log begin anew; only where it is not the user's."""
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+
+
+def read_trace(
+    arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()
+) -> list[HiddenAllocation]:
+    """Every allocation that the caching allocator placed in the arena, oldest first.
+
+    Args:
+        pool: id of one of its pools. The allocator tells its log together with the state of all memory, which
+            takes long in a large program, or with that of one pool.
+        before: what was read before the log was cleared.
+    """
+    found = _replayed(arena, (*pool, True), before)
+    return found if len(found) >= arena.segments else _replayed(arena, None, before)
+
+
+def _replayed(arena: CudaArena, which: Any, before: Sequence[HiddenAllocation]) -> list[HiddenAllocation]:
+    sizes = {h.address: h.nbytes for h in before}
+    alive = {h.address for h in before if not h.freed}
+    for entry in torch._C._cuda_memorySnapshot(which)["device_traces"][arena.device.index]:
         address = entry["addr"]
         if not arena.low <= address < arena.high:
             continue

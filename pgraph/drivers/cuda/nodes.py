@@ -16,16 +16,45 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from pgraph.errors import CaptureError, DriverError
+from pgraph.native import libraries
 from pgraph.reasons import Reason
 from pgraph.template.recording import NodeRecord
 from pgraph.template.topology import Topology, chain, in_order, topology
 
-__all__ = ["check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]
+__all__ = ["KernelParams", "check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
+_KERNEL = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL.value
 _HOST_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_HOST
 _ARRAY_MEMORY = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
+
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
+def _readers() -> tuple[Any, Any]:
+    """The driver functions that tell a node's type and a kernel's parameters.
+
+    Called by hand: NVIDIA's bindings make a dozen Python objects of a kernel node.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    type_of, kernel = lib.cuGraphNodeGetType, lib.cuGraphKernelNodeGetParams_v2
+    type_of.argtypes = kernel.argtypes = [ctypes.c_void_p] * 2
+    return type_of, kernel
 
 
 def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,6 +68,11 @@ def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
         _, text = cu.cuGetErrorString(error)
         raise DriverError(f"{error.name}: {text.decode() if text else 'no description'}")
     return tuple(values)
+
+
+def _succeeded(code: int) -> None:
+    if code:
+        check((cu.CUresult(code),))
 
 
 def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
@@ -79,9 +113,11 @@ def read_node(node: Any) -> NodeRecord:
     Raises:
         CaptureError: the node is of a kind that cannot be rebound.
     """
-    (kind,) = check(cu.cuGraphNodeGetType(node))
-    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-        return _read_kernel(node)
+    number = ctypes.c_int()
+    _succeeded(_readers()[0](int(node), ctypes.addressof(number)))
+    if number.value == _KERNEL:
+        return _read_kernel(int(node))
+    kind = cu.CUgraphNodeType(number.value)
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
         (copy,) = check(cu.cuGraphMemcpyNodeGetParams(node))
         kinds = {copy.srcMemoryType, copy.dstMemoryType}
@@ -101,14 +137,15 @@ def node_reason(what: str) -> Reason:
     return Reason("node-kind", f"the captured graph holds {what}, whose addresses no launch can rewrite")
 
 
-def _read_kernel(node: Any) -> NodeRecord:
-    (p,) = check(cu.cuGraphKernelNodeGetParams(node))
-    function = p.func
-    if not int(function) and int(p.kern):
-        (function,) = check(cu.cuKernelGetFunction(p.kern))
-    name, layout = _function_facts(int(function))
-    if p.kernelParams:
-        data, offsets = _packed(p.kernelParams, layout)
+def _read_kernel(node: int) -> NodeRecord:
+    p = KernelParams()
+    _succeeded(_readers()[1](node, ctypes.addressof(p)))
+    function = p.func or 0
+    if not function and p.kern:
+        function = int(check(cu.cuKernelGetFunction(cu.CUkernel(p.kern)))[0])
+    name, layout = _function_facts(function)
+    if p.kernel_params:
+        data, offsets = _packed(p.kernel_params, layout)
         passing: tuple[Any, ...] = ("params", offsets)
     elif p.extra:
         data = _extra_buffer(p.extra)
@@ -116,16 +153,8 @@ def _read_kernel(node: Any) -> NodeRecord:
         layout = layout or ((0, len(data)),)  # the buffer is laid out as the function declares, if it does
     else:
         data, passing, layout = b"", ("params", ()), ()
-    header = (
-        int(function),
-        (p.gridDimX, p.gridDimY, p.gridDimZ),
-        (p.blockDimX, p.blockDimY, p.blockDimZ),
-        p.sharedMemBytes,
-        int(p.ctx),
-        passing,
-    )
-    structs = tuple((offset, offset + size) for offset, size in layout if size > 8)
-    return NodeRecord("kernel", name, header, data, structs)
+    header = (function, tuple(p.grid), tuple(p.block), p.shared, p.ctx or 0, passing)
+    return NodeRecord("kernel", name, header, data, _structs(layout))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,18 +171,36 @@ def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         layout.append((int(offset), int(size)))
 
 
-def _packed(pointers: int, layout: Sequence[tuple[int, int]]) -> tuple[bytes, tuple[int, ...]]:
+def _packed(pointers: int, layout: tuple[tuple[int, int], ...]) -> tuple[bytes, tuple[int, ...]]:
+    nbytes, offsets, flat = _packing(layout)
+    data = bytearray(nbytes)
+    library = libraries.load()
+    if library is not None and nbytes:
+        here = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(data))
+        library.pg_pack(here, pointers, ctypes.addressof(flat), len(layout))
+    else:
+        table = (ctypes.c_void_p * len(layout)).from_address(pointers)
+        for (offset, size), pointer in zip(layout, table, strict=True):
+            data[offset : offset + size] = ctypes.string_at(pointer, size)
+    return bytes(data), offsets
+
+
+@functools.lru_cache(maxsize=4096)
+def _structs(layout: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((offset, offset + size) for offset, size in layout if size > 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _packing(layout: tuple[tuple[int, int], ...]) -> tuple[int, tuple[int, ...], Any]:
+    """Bytes of all parameters in whole words; where each begins; the layout as C reads it."""
     total = max((offset + size for offset, size in layout), default=0)
-    data = bytearray(-(-total // 8) * 8)
-    table = (ctypes.c_void_p * len(layout)).from_address(int(pointers))
-    for (offset, size), pointer in zip(layout, table, strict=True):
-        data[offset : offset + size] = ctypes.string_at(pointer, size)
-    return bytes(data), tuple(offset for offset, _ in layout)
+    flat = (ctypes.c_uint64 * max(2 * len(layout), 1))(*(number for pair in layout for number in pair))
+    return -(-total // 8) * 8, tuple(offset for offset, _ in layout), flat
 
 
 def _extra_buffer(extra: int) -> bytes:
     """The buffer of a CU_LAUNCH_PARAM_BUFFER_POINTER / _SIZE list."""
-    words = ctypes.cast(int(extra), ctypes.POINTER(ctypes.c_uint64))
+    words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_uint64))
     pointer = size = i = 0
     while words[i] != 0:
         if words[i] == 1:

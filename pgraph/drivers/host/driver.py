@@ -22,9 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compat import lazily
 from pgraph.drivers.host import faults as fault
@@ -41,13 +40,11 @@ from pgraph.drivers.host.nodes import (
     refuse_random,
     run,
 )
-from pgraph.drivers.host.rehearsal import expected
+from pgraph.drivers.host.rehearsal import Rehearsal
 from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session, extent
-from pgraph.errors import CaptureError
-from pgraph.reasons import Reason
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
-from pgraph.template.template import Slot
+from pgraph.template.template import Slot, slots_of
 from pgraph.template.topology import Topology, in_order, topology
 
 __all__ = ["HostDriver"]
@@ -73,8 +70,7 @@ class HostSession(Session):
         self._second = isinstance(arena, HostArena) and arena.layout == 1
         self._nodes: list[NodeRecord] = []
         self._hidden: list[HiddenAllocation] = []
-        self._fake = FakeTensorMode()
-        self._fake.cache_enabled = False  # the cache is the process's, and grows with every new size
+        self._rehearsal = Rehearsal()
         self._absent: list[int] = []  # for the fault `beyond`
         self._given: list[tuple[int, int, StorageWeakRef]] = []  # for the fault `reuse`
         self._edges: list[tuple[int, int]] = []
@@ -118,24 +114,17 @@ class HostSession(Session):
         refuse_random(op, args, kwargs)
         refuse_mixed_norms(op, args, kwargs)
         self._absent = self._beyond(op.overloadpacket.__name__)
-        fakes = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
-        result = self._traced(op, *fakes)
-        mine = tree_flatten((args, kwargs))[0]
-        theirs = tree_flatten(fakes)[0]
-        given = {id(f): m for f, m in zip(theirs, mine, strict=True) if isinstance(m, torch.Tensor)}
-        leaves, spec = tree_flatten(result)
-        new = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in given]
-        results = expected(op, args, kwargs, leaves, new)
-        positions = tuple(i for i in new if results[i] is not None)
+        outline = self._rehearsal.outline(op, args, kwargs)
+        given = tree_flatten((args, kwargs))[0] if outline.given else ()
+        results = list(outline.values)
+        for i, argument in outline.given.items():
+            results[i] = given[argument]
         fresh: list[torch.Tensor] = []
-        for i, leaf in enumerate(leaves):
-            if i in positions:
-                like = results[i]
-                results[i] = lazily(self._result(op, like), like.is_conj(), like.is_neg())
-                fresh.append(results[i])
-            elif i not in new:
-                results[i] = given.get(id(leaf), leaf)
-        out = tree_unflatten(results, spec)
+        for i, like in outline.fresh.items():
+            results[i] = lazily(self._result(op, like), like.is_conj(), like.is_neg())
+            fresh.append(results[i])
+        positions = tuple(outline.fresh)
+        out = tree_unflatten(results, outline.spec)
         if op._schema.is_mutable:
             self._join(self._aside)
         self._record(op, args, kwargs, fresh, positions)
@@ -144,19 +133,6 @@ class HostSession(Session):
         return out
 
     # -- recording --------------------------------------------------------------------------
-
-    def _traced(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The op's results by its rule for fake tensors."""
-        try:
-            with self._fake:
-                return op(*args, **kwargs)
-        except Exception as e:  # data-dependent results, ops without a shape rule
-            raise CaptureError(Reason("not-permitted", f"{op} cannot be recorded: {type(e).__name__}")) from e
-
-    def _as_fake(self, t: torch.Tensor) -> torch.Tensor:
-        with self._fake:
-            fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
-            return lazily(fake, t.is_conj(), t.is_neg())
 
     def _result(self, op: Any, like: torch.Tensor) -> torch.Tensor:
         nbytes = extent(like.size(), like.stride()) * like.element_size()
@@ -346,7 +322,7 @@ class HostDriver(Driver):
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
         sequence = _late_first(graph.order, first, last)
-        return HostExec(nodes[first:last], [s for s in slots if first <= s.node < last], first, sequence)
+        return HostExec(nodes[first:last], slots_of(slots, first, last), first, sequence)
 
     def framework_ranges(self) -> RangeMap | None:
         fault.active().reach("match")
