@@ -96,7 +96,7 @@ class Subject:
         if self.entry.dynamic:
             del kwargs["dynamic"]
         if job.kind == "check" and "options" in kwargs:
-            kwargs["options"]["step_aside"] = False  # what can be captured is to be compared, if it gains or not
+            kwargs["options"]["step_aside"] = False  # compare all that can be captured
         if self.entry.regions is None:
             return torch.compile(self.program, **kwargs)
         # A twin with the same parameters and buffers: the program itself stays what eager runs.
