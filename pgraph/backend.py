@@ -24,7 +24,7 @@ from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
 from pgraph.reasons import Reason
 from pgraph.rewrites import constants
-from pgraph.runtime import full_capture, registry
+from pgraph.runtime import full_capture, progress, registry
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
@@ -78,6 +78,7 @@ def reset() -> None:
     """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
     for partition in registry.live_capturable():
         partition.reset()
+    progress.close()
     choice.close_all()
 
 

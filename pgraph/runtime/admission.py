@@ -17,7 +17,7 @@ from pgraph.errors import CaptureError, MatchError
 from pgraph.launch.program import program_of
 from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
-from pgraph.runtime import full_capture, registry, trimming
+from pgraph.runtime import full_capture, progress, registry, trimming
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.failures import device_failed, unexpected
 from pgraph.runtime.profiler import in_range
@@ -168,6 +168,7 @@ class Admission:
             self._cache.add(specialization, program)
             self._sizes.captured(args)
             trimming.captured(self._stats.name, self._driver)
+            progress.captured()
 
     def _later(self, specialization: Specialization, error: Exception) -> None:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""

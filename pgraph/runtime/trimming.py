@@ -16,6 +16,7 @@ import logging
 import threading
 
 from pgraph.drivers.interface import Driver
+from pgraph.runtime import progress
 
 __all__ = ["Settling", "called", "captured", "pending"]
 
@@ -109,3 +110,4 @@ def _settled(settling: Settling) -> None:
     global pending
     if pending is settling:
         pending = None
+        progress.close()
