@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pgraph.drivers.interface import Driver
-from pgraph.launch.guards import Guards, Trait, guards_of
+from pgraph.launch.guards import Guards, Trait, alignments, guards_of
 from pgraph.launch.interpreter import launch_first
-from pgraph.launch.native import native_launch, native_program
+from pgraph.launch.lookup import Lookup, numbered
+from pgraph.launch.native import Addresses, native_addresses, native_launch, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
@@ -35,26 +35,32 @@ class Captured:
         specializations: each with its program.
 
     Attributes:
-        native: launches in C, where that is possible; else None.
+        lookup: which of them is for which sizes.
+        in_python: launches by the interpreter in Python.
         launch: the usual way: in C, where that is possible. See `launch_first`.
     """
 
-    __slots__ = ("launch", "native", "programs", "specializations")
+    __slots__ = ("in_python", "launch", "lookup", "programs", "specializations")
 
     def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
-        self.native = native_launch([s.native for s in self.specializations])
-        self.launch = self.native or functools.partial(launch_first, self.programs)
+        self.lookup = numbered(s.guards for s in self.specializations)
+        self.in_python = functools.partial(launch_first, self.programs, self.lookup)
+        native = native_launch([s.native for s in self.specializations], self.lookup)
+        self.launch = native or self.in_python
 
     def growth(self) -> int:
         """Bytes that a launch of one of them needs at most, beyond its inputs."""
         plans = [program.built.template.plan for program in self.programs]
         return max((plan.peak - plan.inputs for plan in plans), default=0)
 
-    def accept(self, args: Sequence[Any]) -> bool:
-        """Whether the guards of one of them hold for these arguments."""
-        return any(program.guards.addresses(args) is not None for program in self.programs)
+    def find(self, args: list[Any]) -> Specialization | None:
+        """The first one whose guards hold for these arguments."""
+        for _, number in self.lookup.candidates(args):
+            if self.specializations[number].addresses(args) is not None:
+                return self.specializations[number]
+        return None
 
 
 class SpecializationCache:
@@ -87,7 +93,9 @@ class SpecializationCache:
         self._watched = watched
         self._sizes = sizes
         self._stats = stats
-        self._known: OrderedDict[Guards, Specialization] = OrderedDict()
+        self._known: dict[Guards, Specialization] = {}
+        self._met: Lookup[Specialization] = Lookup()  # the same
+        self._asked = 0  # how often one was asked for
         self._keeper = Keeper(options.max_captures, options.warmup)
         self._economy = Economy()
         self.latest: Specialization | None = None
@@ -98,7 +106,7 @@ class SpecializationCache:
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
-        return list(self._known.values())
+        return sorted(self._known.values(), key=lambda s: s.asked)
 
     def launched(self, specialization: Specialization) -> None:
         """Note a launch; further ones of the same specialization need not be told."""
@@ -142,31 +150,50 @@ class SpecializationCache:
         """What launches this one: with all others, or by itself while it is on trial."""
         return Captured([specialization]) if specialization.trial is not None else self.captured
 
-    def find(self, args: Sequence[Any]) -> Specialization | None:
-        """The captured one that can be launched on these arguments."""
-        for specialization in self.captured.specializations:
-            if specialization.guards.addresses(args) is not None:
+    def get(self, args: list[Any]) -> Specialization | None:
+        """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
+        found = self._like(args)
+        if found is None:
+            guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
+            if guards is None:
+                return None
+            found = self._known.get(guards) or self._new(guards)
+        self._asked += 1
+        found.asked = self._asked
+        return found
+
+    def _like(self, args: list[Any]) -> Specialization | None:
+        """A known one with these sizes, layouts and alignments; cheaper than to make guards and compare."""
+        usual = self._driver.alignment
+        for guards, specialization in self._met.candidates(args):
+            addresses = specialization.addresses(args)
+            if addresses is None:
+                continue
+            # It would do. But what is aligned better than it needs is another specialization.
+            wanted = [guard.mask + 1 for guard in guards.tensors]
+            if wanted.count(usual) == len(wanted) or wanted == alignments(addresses, usual):
                 return specialization
         return None
 
-    def get(self, args: Sequence[Any]) -> Specialization | None:
-        """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
-        guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
-        if guards is None:
-            return None
-        found = self._known.get(guards)
-        if found is None:
-            self._forget_some()
-            found = self._known[guards] = Specialization(guards)
-            self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
-            self._stats.standings.append(found.standing)
-        self._known.move_to_end(guards)
+    def _new(self, guards: Guards) -> Specialization:
+        self._forget_some()
+        found = self._known[guards] = Specialization(guards)
+        found.addresses = self._addresses(guards)
+        self._met.add(guards, found)
+        self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
+        self._stats.standings.append(found.standing)
         return found
 
+    @functools.cached_property
+    def _addresses(self) -> Callable[[Guards], Addresses]:
+        return native_addresses(self._driver)
+
     def _forget_some(self) -> None:
-        waiting = [guards for guards, s in self._known.items() if s.program is None]
-        for guards in waiting[: len(waiting) - WAITING + 1]:
-            gone = self._known.pop(guards)
+        waiting = [s for s in self._known.values() if s.program is None]
+        if len(waiting) >= WAITING:
+            gone = min(waiting, key=lambda s: s.asked)
+            del self._known[gone.guards]
+            self._met.discard(gone)
             if gone.state is not State.REFUSED:  # a report goes on telling of those
                 self._stats.standings.remove(gone.standing)
 
@@ -230,6 +257,7 @@ class SpecializationCache:
             specialization.program = specialization.native = specialization.trial = None
         self.set_aside = False
         self._known.clear()
+        self._met = Lookup()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup)
         self._economy = Economy()
