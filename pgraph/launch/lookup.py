@@ -100,10 +100,13 @@ class Lookup(Generic[T]):
             self._arrange()
             further = _difference(self._buckets[self.key(guards)][0][0], guards)
 
-    def discard(self, item: T) -> None:
-        """Have it found no more, if it was."""
+    def discard(self, guards: Guards, item: T) -> None:
+        """Have it found no more: the entry with these guards."""
+        key = self.key(guards)
         self.entries = [entry for entry in self.entries if entry[1] is not item]
-        self._arrange()
+        self._buckets[key] = [entry for entry in self._buckets[key] if entry[1] is not item]
+        if not self._buckets[key]:
+            del self._buckets[key]
 
     def key(self, guards: Guards) -> tuple[int, ...]:
         """Of an entry with these guards."""

@@ -83,6 +83,7 @@ class Specialization:
         trial: while it is on trial.
         asked: when it was asked for, in such questions of the partition.
         addresses: `Guards.addresses` of the guards.
+        nbytes: what its capture counts for in the budget of the device.
     """
 
     guards: Guards
@@ -93,6 +94,7 @@ class Specialization:
     threads: set[int] = dataclasses.field(default_factory=set)
     trial: Trial | None = None
     asked: int = 0
+    nbytes: int = 0
     addresses: Callable[[list[Any]], list[int] | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
