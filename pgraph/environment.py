@@ -72,7 +72,7 @@ def _value(name: str, text: str, hint: Any) -> Any:
         if text.lower() not in WORDS:
             raise _refusal(name, text, "1 or 0 (also true, false, yes, no, on, off)")
         return WORDS[text.lower()]
-    if hint is int:
+    if hint in (int, int | None):
         return _int(name, text, text, "a whole number, e.g. 2")
     if typing.get_origin(hint) is tuple:
         wanted = "sizes between commas, e.g. 128,256"

@@ -35,8 +35,13 @@ class Options:
     warmup: int = 1
     # A safe partition with fewer device ops between unsafe ones runs uncaptured.
     min_ops: int = 3
-    # Captures kept per partition (one per set of shapes and alignments); the least recently used goes.
-    max_captures: int = 16
+    # MiB of device memory that the captures of this process may take on each device; None: 1 % of the
+    # device's memory, at least 256. The least useful go. It counts for all compiled models together, as
+    # memory is what they share; if their options differ, each keeps what it adds within its own.
+    capture_memory_mb: int | None = None
+    # Captures kept per partition (one per set of shapes and alignments), the least recently used goes; None:
+    # as many as there is memory for.
+    max_captures: int | None = None
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
     # Less memory means more launches.
     memory_slack_mb: int = 8
@@ -54,7 +59,7 @@ class Options:
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_AT_LEAST = {"warmup": 1, "min_ops": 1, "max_captures": 1, "memory_slack_mb": 0}
+_AT_LEAST = {"warmup": 1, "min_ops": 1, "capture_memory_mb": 1, "max_captures": 1, "memory_slack_mb": 0}
 
 
 def list_options() -> dict[str, Any]:
@@ -110,7 +115,9 @@ def _check_value(name: str, value: Any, hint: Any, source: str = "") -> None:
             raise OptionError(
                 f"pgraph option {name!r}{source} is {value!r}; it must be one of {allowed}{meant}"
             )
-    elif hint is int:
+    elif hint == int | None and value is None:
+        return
+    elif hint in (int, int | None):
         if type(value) is not int:
             raise OptionError(
                 f"pgraph option {name!r}{source} is {value!r}; it must be an int, not {type(value).__name__}"

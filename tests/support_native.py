@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from pgraph.drivers.interface import Exec, NativeCalls
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
 from pgraph.launch.interpreter import Launched, launch_first
+from pgraph.launch.lookup import numbered
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
@@ -242,13 +244,14 @@ def arguments(program: Program, side: int = SIDE) -> list[Any]:
 
 
 def in_c(*programs: Program) -> Callable[[list[Any]], Launched | None]:
-    call = native_launch([native_program(program) for program in programs])
+    lookup = numbered(program.guards for program in programs)
+    call = native_launch([native_program(program) for program in programs], lookup)
     assert call is not None
     return call
 
 
 def in_python(*programs: Program) -> Callable[[list[Any]], Launched | None]:
-    return lambda args: launch_first(programs, args)
+    return functools.partial(launch_first, programs, numbered(program.guards for program in programs))
 
 
 BOTH = pytest.mark.parametrize("path", [in_c, in_python])

@@ -20,6 +20,7 @@ from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, in_pyt
 from pgraph import compat
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
+from pgraph.launch.lookup import Number, numbered
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, Result, Source, view
 from pgraph.native import libraries, structs
@@ -336,7 +337,7 @@ def test_without_the_module_there_is_no_native_path(monkeypatch: pytest.MonkeyPa
     program = made(FakeDevice(), CASE)
     monkeypatch.setattr(libraries, "load_call", lambda: None)
     assert native_program(program) is None
-    assert native_launch([None]) is None
+    assert native_launch([None], numbered([program.guards])) is None
 
 
 def test_an_exec_without_an_entry_keeps_the_python_path() -> None:
@@ -344,7 +345,9 @@ def test_an_exec_without_an_entry_keeps_the_python_path() -> None:
     good = native_program(program)
     program.built.execs[0].entry = None
     assert native_program(program) is None
-    assert native_launch([good, None]) is None, "all of a partition's programs, or none"
+    assert native_launch([good, None], numbered([program.guards] * 2)) is None, (
+        "all of a partition's programs, or none"
+    )
 
 
 def test_malformed_programs_are_errors() -> None:
@@ -427,7 +430,10 @@ def test_every_program_is_launched_by_both(cases: list[dict[str, Any]], turns: l
 
 def test_what_c_numbers_is_what_python_numbers() -> None:
     module = libraries.load_call()
-    assert {source.name: getattr(module, source.name) for source in Source} == {s.name: s for s in Source}
+    for numbered_there in (Source, Number):
+        assert {x.name: getattr(module, x.name) for x in numbered_there} == {
+            x.name: x for x in numbered_there
+        }
 
 
 def test_structs_of_another_size_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

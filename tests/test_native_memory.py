@@ -11,6 +11,7 @@ import pytest
 import torch
 from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
+from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
 
@@ -179,8 +180,9 @@ def test_a_device_that_lends_none_is_left_to_python() -> None:
 
 def test_calls_are_timed_while_it_is_switched_on() -> None:
     device = FakeDevice()
-    program = native_program(made(device, CASE))
-    call = native_launch([program])
+    made_program = made(device, CASE)
+    program = native_program(made_program)
+    call = native_launch([program], numbered([made_program.guards]))
     assert call is not None
     args = arguments(made(FakeDevice(), CASE))
     assert call(list(args)) is not None

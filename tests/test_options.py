@@ -53,8 +53,8 @@ allocates by itself, and launches need no wrapper. Fix: leave it out""",
             self.refused(zzz=3),
             """\
 unknown pgraph option 'zzz': the options are driver, codegen, warmup, min_ops,
-max_captures, memory_slack_mb, capture_sizes, step_aside, require_full_capture,
-inductor (pgraph.list_options() lists them)""",
+capture_memory_mb, max_captures, memory_slack_mb, capture_sizes, step_aside,
+require_full_capture, inductor (pgraph.list_options() lists them)""",
         )
 
     def test_not_one_of_the_choices(self) -> None:
@@ -98,7 +98,9 @@ def test_defaults_are_listed() -> None:
     assert pgraph.list_options()["driver"] == "auto", "a copy"
 
 
-@pytest.mark.parametrize("name", ["warmup", "min_ops", "max_captures", "memory_slack_mb"])
+@pytest.mark.parametrize(
+    "name", ["warmup", "min_ops", "max_captures", "capture_memory_mb", "memory_slack_mb"]
+)
 def test_the_least_value_is_allowed(name: str) -> None:
     least = 0 if name == "memory_slack_mb" else 1
     assert getattr(parse({name: least}), name) == least
@@ -175,6 +177,7 @@ def test_every_option_but_inductor_can_come_from_the_environment() -> None:
         "codegen": ("aten", "aten"),
         "warmup": ("2", 2),
         "min_ops": (" 7 ", 7),
+        "capture_memory_mb": ("64", 64),
         "max_captures": ("3", 3),
         "memory_slack_mb": ("0", 0),
         "capture_sizes": ("128, 256,", (128, 256)),

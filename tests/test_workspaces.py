@@ -15,6 +15,7 @@ from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import PlanError
 from pgraph.launch.guards import Guards, TensorGuard
 from pgraph.launch.interpreter import launch_first
+from pgraph.launch.lookup import numbered
 from pgraph.launch.program import program_of
 from pgraph.native import libraries
 from pgraph.template.packing import survives
@@ -125,7 +126,7 @@ def test_a_tensor_in_a_cycle_is_no_workspace() -> None:
     program = program_of(built, Guards((TensorGuard(0, (1000,), (1,), 15),)))
     for _ in range(3):
         x = torch.randn(1000)
-        done = launch_first([program], [x])
+        done = launch_first([program], numbered([program.guards]), [x])
         assert done is not None
         ((result,), *_) = done
         torch.testing.assert_close(result, (x + 1) - 2 * x)

@@ -331,6 +331,10 @@ class Driver(abc.ABC):
         """What a launch in C needs; None where there is none."""
         return None
 
+    def memory(self) -> int:
+        """Bytes of memory that the device has; 0 if that bounds nothing."""
+        return 0
+
     def in_use(self) -> int:
         """Bytes of the device's memory that tensors hold."""
         return 0

@@ -57,6 +57,11 @@ class TensorGuard:
     stride: tuple[int, ...]
     mask: int
 
+    def layout_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it has these sizes, and these strides in dimensions of more than one element."""
+        strides = zip(self.size, self.stride, tensor.stride(), strict=True)
+        return tensor.size() == self.size and all(a == b for n, a, b in strides if n > 1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueGuard:
@@ -112,6 +117,8 @@ class Guards:
                 if address & guard.mask:
                     return None
                 assert_size_stride(tensor, guard.size, guard.stride)
+                if not address and not guard.layout_of(tensor):
+                    return None  # it has no element, so that any layout was right for that function
                 found.append(address)
             for told in self.traits:
                 if told.trait(args[told.position]) != told.value:

@@ -14,6 +14,7 @@ import torch
 
 from pgraph.drivers.interface import Driver
 from pgraph.errors import DriverError
+from pgraph.launch.lookup import Lookup
 from pgraph.launch.program import Program, Result, Source
 
 __all__ = ["Launched", "launch_first", "note_failure"]
@@ -23,11 +24,12 @@ Launched = tuple[list[Any], int, int]
 """(results of the partition, nodes that were rewritten, which of the programs it was)"""
 
 
-def launch_first(programs: Sequence[Program], args: list[Any]) -> Launched | None:
+def launch_first(programs: Sequence[Program], lookup: Lookup[int], args: list[Any]) -> Launched | None:
     """Launch the first program whose guards hold for `args`, on the current stream.
 
     Args:
         programs: of one partition.
+        lookup: the number of each of them.
         args: of the partition. Device tensors are taken out (None stands in their places). If nothing has
             run when the launch fails, the list is whole again.
 
@@ -38,16 +40,14 @@ def launch_first(programs: Sequence[Program], args: list[Any]) -> Launched | Non
         DriverError: the driver refused a launch. What failed: see `note_failure`.
         torch.OutOfMemoryError: no memory for a block.
     """
-    for index, program in enumerate(programs):
-        addresses = program.guards.addresses(args)
-        if addresses is None:
-            continue
-        driver = program.built.driver
-        if driver.is_capturing():
-            return None
-        with driver.on_device() or contextlib.nullcontext():
-            results, rewritten = _launch(program, driver, args, addresses, index)
-        return results, rewritten, index
+    for guards, index in lookup.candidates(args):
+        if (addresses := guards.addresses(args)) is not None:
+            program, driver = programs[index], programs[index].built.driver
+            if driver.is_capturing():
+                return None
+            with driver.on_device() or contextlib.nullcontext():
+                results, rewritten = _launch(program, driver, args, addresses, index)
+            return results, rewritten, index
     return None
 
 

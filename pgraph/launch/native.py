@@ -16,16 +16,28 @@ import torch
 
 from pgraph import compat
 from pgraph.drivers.interface import Driver, NativeCalls
+from pgraph.launch.guards import Guards
 from pgraph.launch.interpreter import Launched
+from pgraph.launch.lookup import Lookup, Number
 from pgraph.launch.program import Program, Source
 from pgraph.native import libraries
 
-__all__ = ["PHASES", "Calls", "NativeLaunch", "native_launch", "native_program", "time_calls"]
+__all__ = [
+    "PHASES",
+    "Addresses",
+    "Calls",
+    "NativeLaunch",
+    "native_addresses",
+    "native_launch",
+    "native_program",
+    "time_calls",
+]
 
 PHASES = ("guards", "allocate", "launch", "free", "results")
 """Of a launch in C: look at the arguments; allocate blocks; rewrite nodes and launch; free; make results."""
 
 NativeLaunch = Callable[[list[Any]], "Launched | None"]
+Addresses = Callable[[list[Any]], "list[int] | None"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +84,20 @@ def native_program(program: Program) -> Any:
         return None
     if any(getattr(module, source.name) != source for source in Source):
         raise SystemError("launch/program.py and native/launch.c number the sources differently")
+    if any(getattr(module, number.name) != number for number in Number):
+        raise SystemError("launch/lookup.py and native/launch.c number the parts of keys differently")
     return module.program(program, calls)
 
 
-def native_launch(programs: Sequence[Any]) -> NativeLaunch | None:
+def native_addresses(driver: Driver) -> Callable[[Guards], Addresses]:
+    """Makes `Guards.addresses` of guards; in C, where that is possible."""
+    module, calls = libraries.load_call(), _calls(driver)
+    if module is None or calls is None:
+        return lambda guards: guards.addresses
+    return lambda guards: functools.partial(module.addresses, module.guards(guards, calls))
+
+
+def native_launch(programs: Sequence[Any], lookup: Lookup[int]) -> NativeLaunch | None:
     """A function of a partition's arguments that launches, or None where there is no way in C.
 
     It does what `pgraph.launch.interpreter.launch_first` does with the same programs, and returns and raises
@@ -83,11 +105,15 @@ def native_launch(programs: Sequence[Any]) -> NativeLaunch | None:
 
     Args:
         programs: made by `native_program`, of one partition.
+        lookup: the number of each of them, in order.
     """
     if not programs or any(program is None for program in programs):
         return None
     module = libraries.load_call()
-    return functools.partial(module.call, tuple(programs)) if module is not None else None
+    if module is None:
+        return None
+    keys = tuple(lookup.key(guards) for guards, _ in lookup.entries)
+    return functools.partial(module.call, module.programs(lookup.parts, keys, tuple(programs)))
 
 
 def time_calls(program: Any, on: bool) -> dict[str, int]:

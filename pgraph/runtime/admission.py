@@ -106,7 +106,7 @@ class Admission:
             return None
         with self._cache.lock:
             self._cache.catch_up()
-            specialization = self._cache.find(args)
+            specialization = self._cache.captured.find(args)
             if specialization is None:
                 if not self._sizes.wanted(args):
                     return None

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pgraph.drivers.interface import Driver
-from pgraph.launch.guards import Guards, Trait, guards_of
+from pgraph.launch.guards import Guards, Trait, alignments, guards_of
 from pgraph.launch.interpreter import launch_first
-from pgraph.launch.native import native_launch, native_program
+from pgraph.launch.lookup import Lookup, numbered
+from pgraph.launch.native import Addresses, native_addresses, native_launch, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
+from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, limit_of
 from pgraph.runtime.economy import Economy, not_worth
 from pgraph.runtime.keeping import WAITING, Keeper
 from pgraph.runtime.sizes import Sizes
@@ -27,6 +30,8 @@ __all__ = ["Captured", "SpecializationCache"]
 
 log = logging.getLogger(__name__)
 
+_budgets: dict[torch.device, Budget[Specialization]] = {}
+
 
 class Captured:
     """The captured specializations, ready to be launched. Immutable: whoever launches holds on to it.
@@ -35,26 +40,32 @@ class Captured:
         specializations: each with its program.
 
     Attributes:
-        native: launches in C, where that is possible; else None.
+        lookup: which of them is for which sizes.
+        in_python: launches by the interpreter in Python.
         launch: the usual way: in C, where that is possible. See `launch_first`.
     """
 
-    __slots__ = ("launch", "native", "programs", "specializations")
+    __slots__ = ("in_python", "launch", "lookup", "programs", "specializations")
 
     def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
-        self.native = native_launch([s.native for s in self.specializations])
-        self.launch = self.native or functools.partial(launch_first, self.programs)
+        self.lookup = numbered(s.guards for s in self.specializations)
+        self.in_python = functools.partial(launch_first, self.programs, self.lookup)
+        native = native_launch([s.native for s in self.specializations], self.lookup)
+        self.launch = native or self.in_python
 
     def growth(self) -> int:
         """Bytes that a launch of one of them needs at most, beyond its inputs."""
         plans = [program.built.template.plan for program in self.programs]
         return max((plan.peak - plan.inputs for plan in plans), default=0)
 
-    def accept(self, args: Sequence[Any]) -> bool:
-        """Whether the guards of one of them hold for these arguments."""
-        return any(program.guards.addresses(args) is not None for program in self.programs)
+    def find(self, args: list[Any]) -> Specialization | None:
+        """The first one whose guards hold for these arguments."""
+        for _, number in self.lookup.candidates(args):
+            if self.specializations[number].addresses(args) is not None:
+                return self.specializations[number]
+        return None
 
 
 class SpecializationCache:
@@ -73,6 +84,7 @@ class SpecializationCache:
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
         set_aside: one of them took longer to launch than to run, so that no other one is captured.
+        nbytes: what the captures count for in the budget of the device.
     """
 
     def __init__(
@@ -88,18 +100,26 @@ class SpecializationCache:
         self._watched = watched
         self._sizes = sizes
         self._stats = stats
-        self._known: OrderedDict[Guards, Specialization] = OrderedDict()
-        self._keeper = Keeper(options.max_captures, options.warmup)
+        self._known: dict[Guards, Specialization] = {}
+        self._met: Lookup[Specialization] = Lookup()  # the same
+        self._asked = 0  # how often one was asked for
+        self._budget = _budgets.setdefault(driver.device, Budget())
+        self._limit = limit_of(options.capture_memory_mb, driver.memory())
+        self._keeper = Keeper(options.max_captures, options.warmup, self._budget.tick)
         self._economy = Economy()
+        self.nbytes = 0
+        self._expected = self._guess()  # bytes of a further capture
+        self._count = 0  # of captures
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
         self.set_aside = False
+        self._budget.join(self)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
-        return list(self._known.values())
+        return sorted(self._known.values(), key=lambda s: s.asked)
 
     def launched(self, specialization: Specialization) -> None:
         """Note a launch; further ones of the same specialization need not be told."""
@@ -111,6 +131,7 @@ class SpecializationCache:
         """Note launches that were not told."""
         if self.latest is not None and self._told != self._stats.launches:
             self._keeper.used(self.latest.use)
+            self.latest.use.launches += self._stats.launches - self._told
         self._told = self._stats.launches
 
     def ran(self, specialization: Specialization, seconds: float) -> None:
@@ -145,31 +166,50 @@ class SpecializationCache:
         """What launches this one: with all others, or by itself while it is on trial."""
         return Captured([specialization]) if specialization.trial is not None else self.captured
 
-    def find(self, args: Sequence[Any]) -> Specialization | None:
-        """The captured one that can be launched on these arguments."""
-        for specialization in self.captured.specializations:
-            if specialization.guards.addresses(args) is not None:
+    def get(self, args: list[Any]) -> Specialization | None:
+        """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
+        found = self._like(args)
+        if found is None:
+            guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
+            if guards is None:
+                return None
+            found = self._known.get(guards) or self._new(guards)
+        self._asked += 1
+        found.asked = self._asked
+        return found
+
+    def _like(self, args: list[Any]) -> Specialization | None:
+        """A known one with these sizes, layouts and alignments; cheaper than to make guards and compare."""
+        usual = self._driver.alignment
+        for guards, specialization in self._met.candidates(args):
+            addresses = specialization.addresses(args)
+            if addresses is None:
+                continue
+            # It would do. But what is aligned better than it needs is another specialization.
+            wanted = [guard.mask + 1 for guard in guards.tensors]
+            if wanted.count(usual) == len(wanted) or wanted == alignments(addresses, usual):
                 return specialization
         return None
 
-    def get(self, args: Sequence[Any]) -> Specialization | None:
-        """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
-        guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
-        if guards is None:
-            return None
-        found = self._known.get(guards)
-        if found is None:
-            self._forget_some()
-            found = self._known[guards] = Specialization(guards)
-            self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
-            self._stats.standings.append(found.standing)
-        self._known.move_to_end(guards)
+    def _new(self, guards: Guards) -> Specialization:
+        self._forget_some()
+        found = self._known[guards] = Specialization(guards)
+        found.addresses = self._addresses(guards)
+        self._met.add(guards, found)
+        self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
+        self._stats.standings.append(found.standing)
         return found
 
+    @functools.cached_property
+    def _addresses(self) -> Callable[[Guards], Addresses]:
+        return native_addresses(self._driver)
+
     def _forget_some(self) -> None:
-        waiting = [guards for guards, s in self._known.items() if s.program is None]
-        for guards in waiting[: len(waiting) - WAITING + 1]:
-            gone = self._known.pop(guards)
+        waiting = [s for s in self._known.values() if s.program is None]
+        if len(waiting) >= WAITING:
+            gone = min(waiting, key=lambda s: s.asked)
+            del self._known[gone.guards]
+            self._met.discard(gone.guards, gone)
             if gone.state is not State.REFUSED:  # a report goes on telling of those
                 self._stats.standings.remove(gone.standing)
 
@@ -192,32 +232,90 @@ class SpecializationCache:
         return self._driver.host_times and options.step_aside and not options.require_full_capture
 
     def has_room(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        """Whether it may have a capture, if need be in another's place (Note [Taking turns])."""
-        captured = self._by_use()
-        if len(captured) < self._options.max_captures:
+        """Whether it may have a capture, if need be in others' place (Note [Taking turns])."""
+        return self._has_place(specialization, args) and self._has_memory(specialization, args)
+
+    def _has_place(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        limit = self._options.max_captures
+        if limit is None or self._count < limit:
             return True
-        oldest, launches, runs = captured[0].use, self._stats.launches, specialization.standing.runs
-        if self._keeper.admits(specialization.use, runs, oldest, len(captured), launches):
+        oldest, runs = self._by_use()[0], specialization.standing.runs
+        if self._admits(specialization, oldest):
             return True
         if self._keeper.patient(runs):
-            self._sizes.crowded(args)
+            self._sizes.crowded(args, f"max_captures={limit}")
         return False
 
+    def _has_memory(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        if self._budget.total() + self._expected <= self._limit:
+            return True
+        use = specialization.use
+        if not self._keeper.may_ask(use, self._budget.patience(self._count)):
+            return False
+        if self._expected <= self._limit and self._make_room(specialization, self._expected):
+            return True
+        self._keeper.declined(use)
+        if self._expected > self._limit or self._keeper.patient(specialization.standing.runs):
+            self._sizes.crowded(args, self._told_limit)
+        return False
+
+    def _make_room(self, specialization: Specialization, planned: int = 0) -> bool:
+        use = specialization.use
+
+        def admits(holder: Holder[Specialization], held: Specialization) -> bool:
+            return self._admits(specialization, held) if holder is self else self._keeper.rests(use, held.use)
+
+        return self._budget.make_room(self, specialization, self._limit, admits, planned=planned)
+
+    def _guess(self) -> int:
+        """Bytes of a first capture. It may turn out to be less, so this alone never keeps one out."""
+        return min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
+
+    def _admits(self, specialization: Specialization, held: Specialization) -> bool:
+        runs, captures = specialization.standing.runs, self._count - (specialization.program is not None)
+        return self._keeper.admits(specialization.use, runs, held.use, captures, self._stats.launches)
+
+    @property
+    def _told_limit(self) -> str:
+        return f"capture_memory_mb={self._limit >> 20}"
+
     def add(self, specialization: Specialization, program: Program) -> None:
-        """It was captured; the least recently used capture goes if there is one too many."""
-        nodes = len(program.built.template.nodes)
+        """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
+        built = program.built
+        nodes = len(built.template.nodes)
         tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside else None
         specialization.captured(program, native_program(program), tried)
-        self._stats.captured(program.built)
+        self._stats.captured(built)
         self._stats.waits = None
-        self._economy.captured(program.built.seconds)
+        self._economy.captured(built.seconds)
+        specialization.nbytes = max(sum(e.nbytes for e in built.execs), NODE_BYTES * nodes)
+        first = self._stats.captures == 1
+        self._expected = specialization.nbytes if first else max(self._expected, specialization.nbytes)
+        self.nbytes += specialization.nbytes
+        self._count += 1
+        if not self._make_room(specialization):
+            self.evict(specialization)
+            return
         self.launched(specialization)
-        for gone in self._by_use()[: -self._options.max_captures]:
-            self._let_go(gone)
-            gone.evicted()
-            self._keeper.dropped()
-            self._sizes.evicted()
+        limit = self._options.max_captures
+        if limit is not None and self._count > limit:
+            self._drop(self._by_use()[0], f"max_captures={limit}")
         self._renew()
+
+    def held(self) -> list[Specialization]:
+        """Those with a capture, in the order in which they were met."""
+        return [s for s in self._known.values() if s.program is not None]
+
+    def evict(self, specialization: Specialization) -> None:
+        """Let a capture go, for the memory that it takes."""
+        self._drop(specialization, self._told_limit)
+        self._renew()
+
+    def _drop(self, specialization: Specialization, limit: str) -> None:
+        self._let_go(specialization)
+        specialization.evicted()
+        self._keeper.dropped()
+        self._sizes.evicted(limit)
 
     def release(self, specialization: Specialization) -> None:
         """Let its execs go, if it has any: they are freed with their last reference."""
@@ -233,8 +331,11 @@ class SpecializationCache:
             specialization.program = specialization.native = specialization.trial = None
         self.set_aside = False
         self._known.clear()
+        self._met = Lookup()
         self._stats.standings.clear()
-        self._keeper = Keeper(self._options.max_captures, self._options.warmup)
+        self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budget.tick)
+        self._budget.cleared()
+        self._expected = self._guess()
         self._economy = Economy()
         self._stats.waits = None
         self.latest = None
@@ -242,14 +343,17 @@ class SpecializationCache:
 
     def _by_use(self) -> list[Specialization]:
         """Those with a capture, least recently used first."""
-        return sorted((s for s in self._known.values() if s.program is not None), key=lambda s: s.use.latest)
+        return sorted(self.held(), key=lambda s: s.use.latest)
 
     def _let_go(self, specialization: Specialization) -> None:
         assert specialization.built is not None
         self._stats.released(specialization.built)
+        self.nbytes -= specialization.nbytes
+        self._count -= 1
+        specialization.nbytes = 0
         if specialization is self.latest:
             self.latest = None
 
     def _renew(self) -> None:
-        ready = [s for s in self._known.values() if s.program is not None and s.trial is None]
+        ready = [s for s in self.held() if s.trial is None]
         self.captured = Captured(ready)

@@ -37,7 +37,7 @@ class Economy:
         self._own: deque[float] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
-        self._spent = 0.0
+        self._spent = self._cost = 0.0
         self._began: float | None = None
         self._new = self._weight = 0.0
         self._calls = 0
@@ -65,6 +65,7 @@ class Economy:
     def captured(self, seconds: float) -> None:
         """A capture was made."""
         self._costs.append(seconds)
+        self._cost = statistics.median(self._costs)
         self._spent += seconds
 
     def saves(self) -> float:
@@ -84,7 +85,7 @@ class Economy:
         """
         if not self._costs:
             return True  # what a capture costs is not known before there was one
-        cost, saves = statistics.median(self._costs), self.saves()
+        cost, saves = self._cost, self.saves()
         self._fade(calls)
         share = self._new / self._weight if self._weight else 1.0
         between = (1.0 - share) / share if share else float("inf")

@@ -24,7 +24,7 @@ from pgraph import compat
 from pgraph.drivers.interface import Driver
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Trait
-from pgraph.launch.interpreter import Launched, launch_first
+from pgraph.launch.interpreter import Launched
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
@@ -182,11 +182,11 @@ class PartitionRunner:
         """Launch by the first way that accepts these arguments, in a range of the profiler's if one is on."""
 
         def launch(args: list[Any]) -> Launched | None:
-            return captured.launch(args) or launch_first(captured.programs, args)
+            return captured.launch(args) or captured.in_python(args)
 
         if not compat.profiling():
             return launch(args)
-        return in_range("launch", self._label, launch, args) if captured.accept(args) else None
+        return in_range("launch", self._label, launch, args) if captured.find(args) else None
 
     def _failed(self, captured: Captured, error: Exception) -> LaunchFailure:
         """A launch failed: run uncaptured, and from now on if it was not for want of memory.

@@ -79,7 +79,7 @@ class Sizes:
     __slots__ = ("_crowded", "_evicting", "_last", "_limit", "_name", "_varying", "dimensions", "listed")
 
     def __init__(
-        self, name: str, dimensions: tuple[Dimension, ...], listed: tuple[int, ...], limit: int
+        self, name: str, dimensions: tuple[Dimension, ...], listed: tuple[int, ...], limit: int | None
     ) -> None:
         self.dimensions = dimensions
         self.listed = frozenset(listed)
@@ -104,11 +104,11 @@ class Sizes:
             return
         log.log(
             logging.INFO if self._varying or self.listed else logging.WARNING,
-            "%s was captured again because %s. Each set of sizes needs a capture of its own (at most %d are "
-            "kept). Fix: pad to a few sizes, or list the ones worth a capture in option capture_sizes",
+            "%s was captured again because %s. Each set of sizes needs a capture of its own%s. Fix: pad to a "
+            "few sizes, or list the ones worth a capture in option capture_sizes",
             self._name,
             self._changes(before, values),
-            self._limit,
+            f" (at most {self._limit} are kept)" if self._limit is not None else "",
         )
         self._varying = True
 
@@ -120,30 +120,40 @@ class Sizes:
             if old != new
         )
 
-    def crowded(self, args: Sequence[Any]) -> None:
-        """Say once that sizes take turns which cannot all be kept."""
+    def crowded(self, args: Sequence[Any], limit: str) -> None:
+        """Say once that sizes take turns which cannot all be kept.
+
+        Args:
+            limit: the option that keeps them out, with its value.
+        """
         if self._crowded:
             return
         self._crowded = True
         values = self.of(args)
         changes = self._changes(self._last or values, values) or "layouts or alignments vary"
         log.warning(
-            "%s: more sizes or layouts take turns than max_captures=%d, so some of them run uncaptured; "
-            "since the last capture %s. Fix: raise max_captures, list the sizes worth a capture in option "
-            "capture_sizes, or pad to fewer sizes",
+            "%s: more sizes or layouts take turns than %s lets in, so some of them run uncaptured; since the "
+            "last capture %s. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or pad "
+            "to fewer sizes",
             self._name,
-            self._limit,
+            limit,
             changes,
+            limit.partition("=")[0],
         )
 
-    def evicted(self) -> None:
-        """Say once that captures are being dropped for new ones."""
+    def evicted(self, limit: str) -> None:
+        """Say once that captures are being dropped for new ones.
+
+        Args:
+            limit: the option for whose sake, with its value.
+        """
         if not self._evicting:
             self._evicting = True
             log.warning(
-                "%s has more sizes or layouts than max_captures=%d: from now on one that is used less goes "
-                "for a new one. Fix: raise max_captures, list the sizes worth a capture in option "
-                "capture_sizes, or pad to fewer sizes",
+                "%s: there are more captures than %s lets in: from now on one that is used less goes for a "
+                "new one. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or "
+                "pad to fewer sizes",
                 self._name,
-                self._limit,
+                limit,
+                limit.partition("=")[0],
             )

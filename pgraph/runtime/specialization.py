@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from pgraph.capture.build import Built
@@ -80,6 +81,9 @@ class Specialization:
         use: when it was used.
         threads: that have run it uncaptured.
         trial: while it is on trial.
+        asked: when it was asked for, in such questions of the partition.
+        addresses: `Guards.addresses` of the guards.
+        nbytes: what its capture counts for in the budget of the device.
     """
 
     guards: Guards
@@ -89,6 +93,12 @@ class Specialization:
     use: Use = dataclasses.field(default_factory=Use)
     threads: set[int] = dataclasses.field(default_factory=set)
     trial: Trial | None = None
+    asked: int = 0
+    nbytes: int = 0
+    addresses: Callable[[list[Any]], list[int] | None] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = self.guards.addresses
 
     @property
     def state(self) -> State:

@@ -254,6 +254,9 @@ class CudaDriver(Driver):
     def native_calls(self) -> NativeCalls | None:
         return _native_calls(self.device.index)
 
+    def memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
     def in_use(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 

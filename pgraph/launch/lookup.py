@@ -1,0 +1,159 @@
+"""Finds what is meant for today's sizes in one step, however many sizes there are.
+
+A `Lookup` reads only those numbers in which its entries' guards differ: often one size of one input. They
+make a key, and the key leads to the entries that may fit. A lookup never says that one does: its guards do,
+all of them. Entries with one key (they differ in alignments or traits) are for the caller to try in turn.
+
+What makes this right: where an entry's guards hold, the key of the arguments is the entry's. So no entry
+that fits is ever missed, whichever numbers are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from pgraph.launch.guards import Guards
+
+__all__ = ["Lookup", "Number", "Part", "numbered"]
+
+T = TypeVar("T")
+
+
+class Number(enum.IntEnum):
+    """What a part of a key is. The values stand in `native/launch.c`, too, which is checked."""
+
+    VALUE = 0
+    SIZE = 1
+    STRIDE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A number that tells entries apart.
+
+    Args:
+        number: a number among the arguments (its hash, since equal numbers have one), a size, or a stride in
+            elements: 0 where the size is at most 1, since guards do not look at it then.
+        position: among the arguments.
+        dim: of that tensor; 0 for a number.
+        index: of the guard, among those of tensors or those of values.
+    """
+
+    number: Number
+    position: int
+    dim: int
+    index: int
+
+    def of_guards(self, guards: Guards) -> int:
+        """What it is wherever these guards hold."""
+        if self.number is Number.VALUE:
+            return hash(guards.values[self.index].value)
+        tensor = guards.tensors[self.index]
+        size = tensor.size[self.dim]
+        return size if self.number is Number.SIZE else tensor.stride[self.dim] if size > 1 else 0
+
+    def of_arguments(self, args: Sequence[Any]) -> int:
+        """What it is today."""
+        argument = args[self.position]
+        if self.number is Number.VALUE:
+            return hash(argument)
+        size: int = argument.size(self.dim)
+        return size if self.number is Number.SIZE else argument.stride(self.dim) if size > 1 else 0
+
+
+class Lookup(Generic[T]):
+    """Entries by their guards. Not safe to change while another thread reads.
+
+    Attributes:
+        parts: of the key, found as entries come: one more whenever two would share a key that need not.
+        entries: (guards, item) in the order in which they came.
+    """
+
+    __slots__ = ("_buckets", "_shape", "entries", "parts")
+
+    def __init__(self) -> None:
+        self.parts: tuple[Part, ...] = ()
+        self.entries: list[tuple[Guards, T]] = []
+        self._buckets: dict[tuple[int, ...], list[tuple[Guards, T]]] = {}
+        self._shape: Any = None  # which arguments are guarded; None while there is no entry
+
+    def add(self, guards: Guards, item: T) -> None:
+        """Have it found where these guards hold, after all that came before it."""
+        entry = guards, item
+        self.entries.append(entry)
+        shape = _shape(guards)
+        if self._shape is None:
+            self._shape = shape
+        if self._shape != shape:
+            # No number need be there for all of them: one key for all.
+            self._shape, self.parts = (), ()
+            self._arrange()
+            return
+        bucket = self._buckets.setdefault(self.key(guards), [])
+        bucket.append(entry)
+        further = _difference(bucket[0][0], guards) if len(bucket) > 1 else None
+        while further is not None:
+            self.parts += (further,)
+            self._arrange()
+            further = _difference(self._buckets[self.key(guards)][0][0], guards)
+
+    def discard(self, guards: Guards, item: T) -> None:
+        """Have it found no more: the entry with these guards."""
+        key = self.key(guards)
+        self.entries = [entry for entry in self.entries if entry[1] is not item]
+        self._buckets[key] = [entry for entry in self._buckets[key] if entry[1] is not item]
+        if not self._buckets[key]:
+            del self._buckets[key]
+
+    def key(self, guards: Guards) -> tuple[int, ...]:
+        """Of an entry with these guards."""
+        return tuple([part.of_guards(guards) for part in self.parts])
+
+    def candidates(self, args: Sequence[Any]) -> Sequence[tuple[Guards, T]]:
+        """The entries that may fit, in the order in which they came."""
+        try:
+            return self._buckets.get(tuple([part.of_arguments(args) for part in self.parts]), ())
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            return ()  # no tensor, not as many dimensions, or a size that is a symbol: no guards hold
+
+    def _arrange(self) -> None:
+        self._buckets = {}
+        for entry in self.entries:
+            self._buckets.setdefault(self.key(entry[0]), []).append(entry)
+
+
+def numbered(all_guards: Iterable[Guards]) -> Lookup[int]:
+    """A lookup of the numbers of these guards."""
+    lookup: Lookup[int] = Lookup()
+    for number, guards in enumerate(all_guards):
+        lookup.add(guards, number)
+    return lookup
+
+
+def _shape(guards: Guards) -> Any:
+    tensors = tuple([(guard.position, len(guard.size)) for guard in guards.tensors])
+    return tensors, tuple([guard.position for guard in guards.values])
+
+
+def _difference(a: Guards, b: Guards) -> Part | None:
+    """A number in which they differ, the cheapest to read first; None if a key cannot tell them apart."""
+    numbers = [
+        Part(Number.VALUE, guard.position, 0, index)
+        for index, guard in enumerate(a.values)
+        if hash(guard.value) != hash(b.values[index].value)
+    ]
+    if numbers:
+        return numbers[0]
+    for number in (Number.SIZE, Number.STRIDE):
+        for index, guard in enumerate(a.tensors):
+            other = b.tensors[index]
+            if (guard.size, guard.stride) == (other.size, other.stride):
+                continue
+            for dim in range(len(guard.size)):
+                part = Part(number, guard.position, dim, index)
+                if part.of_guards(a) != part.of_guards(b):
+                    return part
+    return None
