@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pgraph.capture.build import Built
-from pgraph.drivers.interface import Exec, NativeCalls
+from pgraph.drivers.interface import Exec
+from pgraph.drivers.native_calls import NativeCalls
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
 from pgraph.launch.interpreter import Launched, launch_first

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from pgraph import compat
-from pgraph.drivers.interface import Driver, NativeCalls
+from pgraph.drivers.interface import Driver
+from pgraph.drivers.native_calls import NativeCalls
 from pgraph.launch.guards import Guards
 from pgraph.launch.interpreter import Launched
 from pgraph.launch.lookup import Lookup, Number

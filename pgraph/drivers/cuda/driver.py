@@ -52,7 +52,8 @@ from pgraph.drivers.cuda.ghost import (
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.cuda.peaks import restore
-from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, NativeCalls, Session
+from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session
+from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError
 from pgraph.native import libraries
