@@ -18,7 +18,7 @@ from torch import Tensor
 import pgraph
 from pgraph.runtime import cache, registry
 from pgraph.runtime.budget import Budget, limit_of
-from pgraph.runtime.keeping import PATIENCE, Use
+from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 
 MIB = 1 << 20
 ROOM = 3  # captures of one node each
@@ -207,6 +207,19 @@ def test_random_sizes_of_two_models(
     uncaptured = sum(p.uncaptured_runs for p in report.capturable)
     patient = uncaptured // (1 + PATIENCE)
     assert report.captures - made <= room * (2 + PATIENCE) + patient
+
+
+def test_who_gets_no_memory_asks_less_and_less() -> None:
+    """To look for memory takes a hundred microseconds where there are many captures."""
+    keeper, use, asked = Keeper(None, 1), Use(), []
+    for run in range(1, 40_001):
+        keeper.ran(use, 2 * run)
+        if keeper.may_ask(use, 0):
+            keeper.declined(use)
+            asked.append(run)
+    assert asked[:3] == [1, 3, 6]
+    assert len(asked) < 400
+    assert asked[-1] - asked[-2] < 200, "it still asks"
 
 
 # -- the rule by itself ----------------------------------------------------------------------------

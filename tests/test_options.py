@@ -108,6 +108,15 @@ def test_the_least_value_is_allowed(name: str) -> None:
         parse({name: least - 1})
 
 
+@pytest.mark.parametrize("name", ["max_captures", "capture_memory_mb"])
+def test_none_is_a_number_where_there_need_be_no_limit(name: str) -> None:
+    assert getattr(parse({name: None}, {}), name) is None
+    with pytest.raises(OptionError, match="it must be an int, not float"):
+        parse({name: 2.5})
+    with pytest.raises(OptionError, match="it must be an int, not NoneType"):
+        parse({"warmup": None})
+
+
 def test_errors_reach_the_user_of_torch_compile() -> None:
     """Dynamo passes them on, with the text."""
     compiled = torch.compile(lambda x: x + 1, backend="pgraph", options={"drvier": "host"})

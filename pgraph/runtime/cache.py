@@ -41,19 +41,20 @@ class Captured:
 
     Attributes:
         lookup: which of them is for which sizes.
+        native: launches in C, where that is possible; else None.
         in_python: launches by the interpreter in Python.
         launch: the usual way: in C, where that is possible. See `launch_first`.
     """
 
-    __slots__ = ("in_python", "launch", "lookup", "programs", "specializations")
+    __slots__ = ("in_python", "launch", "lookup", "native", "programs", "specializations")
 
     def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
         self.lookup = numbered(s.guards for s in self.specializations)
         self.in_python = functools.partial(launch_first, self.programs, self.lookup)
-        native = native_launch([s.native for s in self.specializations], self.lookup)
-        self.launch = native or self.in_python
+        self.native = native_launch([s.native for s in self.specializations], self.lookup)
+        self.launch = self.native or self.in_python
 
     def growth(self) -> int:
         """Bytes that a launch of one of them needs at most, beyond its inputs."""
@@ -108,7 +109,7 @@ class SpecializationCache:
         self._keeper = Keeper(options.max_captures, options.warmup, self._budget.tick)
         self._economy = Economy()
         self.nbytes = 0
-        self._expected = self._guess()  # bytes of a further capture
+        self._largest = 0  # bytes of a capture
         self._count = 0  # of captures
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
@@ -247,10 +248,12 @@ class SpecializationCache:
         return False
 
     def _has_memory(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        use, patience = specialization.use, self._budget.patience(self._count)
+        if use.declined and not self._keeper.may_ask(use, patience):
+            return False  # to see at each call whether there is room by now would take longer
         if self._budget.total() + self._expected <= self._limit:
             return True
-        use = specialization.use
-        if not self._keeper.may_ask(use, self._budget.patience(self._count)):
+        if not self._keeper.may_ask(use, patience):
             return False
         if self._expected <= self._limit and self._make_room(specialization, self._expected):
             return True
@@ -267,9 +270,10 @@ class SpecializationCache:
 
         return self._budget.make_room(self, specialization, self._limit, admits, planned=planned)
 
-    def _guess(self) -> int:
-        """Bytes of a first capture. It may turn out to be less, so this alone never keeps one out."""
-        return min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
+    @property
+    def _expected(self) -> int:
+        """Bytes of a further capture. What a first one takes is a guess, which alone never keeps it out."""
+        return self._largest or min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
 
     def _admits(self, specialization: Specialization, held: Specialization) -> bool:
         runs, captures = specialization.standing.runs, self._count - (specialization.program is not None)
@@ -289,8 +293,7 @@ class SpecializationCache:
         self._stats.waits = None
         self._economy.captured(built.seconds)
         specialization.nbytes = max(sum(e.nbytes for e in built.execs), NODE_BYTES * nodes)
-        first = self._stats.captures == 1
-        self._expected = specialization.nbytes if first else max(self._expected, specialization.nbytes)
+        self._largest = max(self._largest, specialization.nbytes)
         self.nbytes += specialization.nbytes
         self._count += 1
         if not self._make_room(specialization):
@@ -335,7 +338,7 @@ class SpecializationCache:
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budget.tick)
         self._budget.cleared()
-        self._expected = self._guess()
+        self._largest = 0
         self._economy = Economy()
         self._stats.waits = None
         self.latest = None

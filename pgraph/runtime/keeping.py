@@ -29,6 +29,7 @@ __all__ = ["PATIENCE", "WAITING", "Keeper", "Use"]
 PATIENCE: Final = 8
 WAITING: Final = 256
 """Sizes without a capture that are remembered per partition."""
+_SELDOM: Final = 16 * PATIENCE
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,7 +121,7 @@ class Keeper:
         Args:
             patience: runs that are asked for, beyond the warm-up.
         """
-        return use.window >= self._warmup + min(max(patience, use.declined), PATIENCE)
+        return use.window >= self._warmup + max(patience, min(use.declined, _SELDOM))
 
     @staticmethod
     def declined(use: Use) -> None:
