@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from pgraph import compat
+from pgraph.compiler import skipped
 from pgraph.compiler.compile_graph import compile_partitions
 from pgraph.compiler.context import Context
 from pgraph.compiler.graph_breaks import break_of
@@ -24,7 +25,7 @@ from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
 from pgraph.reasons import Reason
 from pgraph.rewrites import constants
-from pgraph.runtime import full_capture, registry
+from pgraph.runtime import full_capture, functions, registry
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
@@ -51,6 +52,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
+        functions.graph_arrived()
         chosen = parse(options)
         if unknown := compat.unknown_settings(chosen.inductor):
             raise OptionError(
@@ -82,6 +84,7 @@ def reset() -> None:
 
 
 backend = Backend()
+skipped.listen(lambda other: isinstance(other, Backend))
 
 
 # -- one ATen graph ------------------------------------------------------------------------------

@@ -198,6 +198,11 @@ _OF_GRAPHS: Final = (
         "keep it outside the compiled region, or run with TORCH_LOGS=graph_breaks",
     ),
     ReasonCode(
+        "recompile-limit",
+        "Dynamo has compiled the function too often and compiles it no more: other calls run eagerly.",
+        "let what the guard names be the same in all calls, or raise torch._dynamo.config.recompile_limit",
+    ),
+    ReasonCode(
         "no-device",
         "The tensors of the graph are on the CPU.",
         "move the model and its inputs to CUDA, or try the mechanism on the CPU with "

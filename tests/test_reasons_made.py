@@ -89,6 +89,14 @@ def graph_break(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     return [p.facts.graph.broken for p in pgraph.report().partitions if p.facts.graph.broken]
 
 
+def recompile_limit(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
+    compiled = host(lambda x, n: x * n)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (2, 3):
+            compiled(torch.ones(4), n)
+    return [function.stopped for function in pgraph.report().functions if function.stopped]
+
+
 def no_device(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     torch.compile(torch.sin, backend="pgraph", options={"driver": "auto", "codegen": "aten"})(torch.ones(4))
     return [reason for _, reasons in pgraph.report().outside for reason in reasons]
@@ -207,6 +215,7 @@ MADE: dict[str, Produce] = {
     "marked": marked,
     "too-small": too_small,
     "graph-break": graph_break,
+    "recompile-limit": recompile_limit,
     "no-device": no_device,
     "capture-failed": refused(torch.sin, HostFaults(refused=frozenset({"sin"}))),
     "capture-lost": refused(torch.sin, HostFaults(fail_at="op", fail_as="lost")),

@@ -32,6 +32,7 @@ from pgraph.compat.dynamo import (
     symbol_source,
     traced_function,
 )
+from pgraph.compat.frames import Compilation, hear_compilations, known_backends
 from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
@@ -61,6 +62,7 @@ from pgraph.compat.tensors import (
 
 __all__ = [
     "WRAPPED_MUTATIONS",
+    "Compilation",
     "Strides",
     "Tracing",
     "assert_size_stride",
@@ -77,10 +79,12 @@ __all__ = [
     "forward_mode",
     "generated_namespaces",
     "graph_break",
+    "hear_compilations",
     "hearing_graph_breaks",
     "inductor_mode",
     "intercepted",
     "is_compiled",
+    "known_backends",
     "lazily",
     "output_strides",
     "own_output_strides",

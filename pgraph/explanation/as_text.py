@@ -52,6 +52,9 @@ def _summary(explanation: Findings, times: bool) -> list[str]:
     if times:
         done, total = explanation.seconds
         shares.append(f"host time {done * 1e6:,.0f} of {total * 1e6:,.0f} us")
+    if explanation.stopped:
+        verdict += f", {amount(len(explanation.stopped), 'function')} compiled no more"
+        verdict += f", {amount(explanation.outside_ops, 'op')} not compiled"
     lines = [
         f"pgraph: {verdict}" + (f", {amount(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
@@ -60,8 +63,7 @@ def _summary(explanation: Findings, times: bool) -> list[str]:
         lines.append(f"memory of the recordings: {explanation.exec_bytes:,} B of execs")
     lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]
     if explanation.uncompiled:
-        ops = sum(count for _, count in explanation.uncompiled)
-        lines.append(f"not compiled: {amount(ops, 'op')}: {_ops(explanation.uncompiled)}")
+        lines.append(f"not compiled: {amount(explanation.outside_ops, 'op')}: {_ops(explanation.uncompiled)}")
     return lines
 
 
@@ -72,7 +74,9 @@ def _share(part: float, whole: float) -> str:
 
 def _change(number: int, change: Change, explanation: Findings, times: bool) -> list[str]:
     reason = change.reason
-    if reason in explanation.breaks:
+    if reason in explanation.stopped:
+        gain = "compiles and captures the calls that run eagerly now"
+    elif reason in explanation.breaks:
         gain = "joins what lies before and after the break, and compiles what Python runs there"
     else:
         gain = f"{amount(change.ops, 'more device op')} captured"

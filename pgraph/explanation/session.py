@@ -19,7 +19,7 @@ from pgraph.explanation.findings import Change, PartitionExplanation
 from pgraph.options import parse
 from pgraph.partition import facts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, statistics
+from pgraph.runtime import functions, observe, registry, statistics
 
 __all__ = ["explain"]
 
@@ -99,9 +99,24 @@ class _Explainer:
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
         calls = {p.graph: p.calls for p in reversed(partitions)}
         found = _breaks(graphs, heard)
-        changes = _changes(partitions, graphs, calls, found)
-        steps = len(self._history) + 1
-        return Explanation(partitions, found, changes, tuple(between.items()), steps, choice.ghost_peaks())
+        if not seen:  # what was skipped before has left nothing else behind
+            skipped = [f.skipped for f in functions.live() if f.skipped is not None]
+            places = {reason.where for reason in found}
+            found += tuple(reason for reason in dict.fromkeys(skipped) if reason.where not in places)
+        stopped = tuple(f.stopped for f in functions.live() if f.stopped is not None)
+        changes = (
+            *(Change(reason, 0, 0, 0.0) for reason in stopped),
+            *_changes(partitions, graphs, calls, found),
+        )
+        return Explanation(
+            partitions,
+            found,
+            changes,
+            tuple(between.items()),
+            len(self._history) + 1,
+            choice.ghost_peaks(),
+            stopped,
+        )
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
         """Compile the program, unless its first run shows that it is compiled already.

@@ -6,8 +6,10 @@ import dataclasses
 import weakref
 from typing import Any
 
+from pgraph import compat
 from pgraph.drivers import choice
 from pgraph.partition.facts import GraphFacts, PartitionFacts
+from pgraph.runtime import functions
 from pgraph.runtime.protocols import Counted
 from pgraph.runtime.statistics import Report
 
@@ -56,4 +58,10 @@ def forget() -> None:
 
 def report() -> Report:
     """Counters of this process, now."""
-    return Report(tuple(partition.stats for partition in live_partitions()), choice.ghost_peaks())
+    asked = any(getattr(backend, "compiler_name", None) == "pgraph" for backend in compat.known_backends())
+    return Report(
+        tuple(partition.stats for partition in live_partitions()),
+        choice.ghost_peaks(),
+        functions.live(),
+        asked,
+    )

@@ -12,6 +12,7 @@ from pgraph.capture.build import Built
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
+from pgraph.runtime.functions import FunctionStats
 from pgraph.runtime.specialization import Standing, State
 from pgraph.text import amount
 
@@ -146,10 +147,14 @@ class Report:
     Args:
         partitions: in the order of the graphs, and of the partitions in each.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
+        functions: that Dynamo was asked to compile for pgraph, since it was reset.
+        asked: whether torch.compile was called with pgraph since then.
     """
 
     partitions: tuple[PartitionStats, ...]
     ghost_peaks: tuple[GhostPeaks, ...] = ()
+    functions: tuple[FunctionStats, ...] = ()
+    asked: bool = False
 
     @property
     def capturable(self) -> tuple[PartitionStats, ...]:
@@ -236,11 +241,20 @@ class Report:
             "capture_s": self.capture_s,
             "split_s": self.split_s,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
+            "functions": [function.to_dict() for function in self.functions],
             "partitions": [p.to_dict() for p in self.partitions],
         }
 
     def __str__(self) -> str:
         lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
+        if self.asked and not self.partitions:
+            what = (
+                "this" if self.functions else "what was compiled with it was not called, or Dynamo skips it"
+            )
+            lines.append(f'  nothing has reached pgraph: {what} (TORCH_LOGS="+dynamo" says more)')
+        for function in sorted(self.functions, key=lambda function: function.stopped is None):
+            if function.reason is not None or not self.partitions:
+                lines.append(f"  {function}")
         for p in self.partitions:
             if not p.facts.safe:
                 lines.append(f"  {p.name}: runs uncaptured{_of_splits(p.splits, p.split_s)}")
