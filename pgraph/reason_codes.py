@@ -324,6 +324,16 @@ _OF_RUNS: Final = (
         "step_aside=False captures whatever comes",
     ),
     ReasonCode(
+        "size-not-listed",
+        "The call has a size that option capture_sizes does not list.",
+        "list the size in option capture_sizes, or pad to a listed one",
+    ),
+    ReasonCode(
+        "max-captures",
+        "More sizes or layouts take turns than option max_captures allows captures.",
+        "raise max_captures, list the sizes worth a capture in option capture_sizes, or pad to fewer sizes",
+    ),
+    ReasonCode(
         "internal-error",
         "pgraph itself failed while it captured.",
         f"{_REPORT}; the partition runs uncaptured",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -202,6 +202,18 @@ def run(faults: HostFaults) -> Iterable[Reason]:
     return [p.reason for p in pgraph.report().capturable if p.reason]
 
 
+def of_sizes(sizes: Sequence[int], **options: Any) -> Produce:
+    """What becomes of calls with these sizes."""
+
+    def produce(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
+        compiled = host(lambda x: x.sin() + 1, dynamic=True, **options)
+        for size in sizes:
+            compiled(torch.ones(size, 3))
+        return [reason for p in pgraph.report().partitions for reason in p.reasons]
+
+    return produce
+
+
 def internal_error(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("injected")
@@ -234,6 +246,8 @@ MADE: dict[str, Produce] = {
     "device-failed": lambda patch: run(HostFaults(fail_at="op")),
     "no-gain": lambda patch: [Trial(3, [7e-6] * 3, [9e-6] * 4).reason()],
     "sizes-vary": lambda patch: [not_worth()],
+    "size-not-listed": of_sizes([4, 4, 5], capture_sizes=[9, 3]),
+    "max-captures": of_sizes([4, 4, 5, 6, 4, 5, 6] * 2, max_captures=1),
     "launch-failed": lambda patch: run(HostFaults(fail_at="launch")),
     "internal-error": internal_error,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from support_explain import lines
 from torch import Tensor, nn
 
 import pgraph
+from pgraph.compiler.graph_breaks import from_text
 from pgraph.errors import FullCaptureError
 
 
@@ -177,3 +179,39 @@ def test_a_function_that_compiles_after_all_is_no_news() -> None:
     (function,) = pgraph.report().functions
     assert (function.skipped, function.graphs) == (None, 1)
     assert "skipped" not in str(pgraph.report())
+
+
+def test_ddp_itself_is_not_traced() -> None:
+    """Its own breaks have one fix, and none of them is in Python's library."""
+    for text in ("method `set_runtime_stats_and_log` of class", "function `X._inside_ddp_forward` in file"):
+        reason = from_text(text, [(__file__, 3), (contextlib.__file__, 5)])
+        assert "DistributedDataParallel(torch.compile(model))" in reason.fix
+        assert reason.where == f"{__file__}:3"
+
+
+# -- sizes that wait ---------------------------------------------------------------------------------
+
+
+def test_sizes_that_match_no_call() -> None:
+    compiled = host(lambda x: x.sin() + 1, dynamic=True, capture_sizes=[8, 9])
+    found = pgraph.explain(lambda x: compiled(x))(torch.ones(16, 4))
+    (partition,) = found.partitions
+    assert partition.state == "waiting"
+    (reason,) = partition.reasons
+    assert reason.sentence == (
+        "dimension 0 of x is 16 and dimension 1 of x is 4, and option capture_sizes lists 8, 9"
+    )
+    assert [(c.reason, c.ops) for c in found.changes] == [(reason, 2)]
+    assert str(reason) in str(pgraph.report())
+    compiled(torch.ones(8, 9))
+    compiled(torch.ones(8, 9))
+    assert pgraph.report().partitions[0].state == "captured"
+
+
+def test_more_sizes_than_captures() -> None:
+    compiled = host(lambda x: x.sin() + 1, dynamic=True, max_captures=1)
+    for size in [3, 4, 5] * 4:
+        compiled(torch.ones(size))
+    (partition,) = pgraph.report().partitions
+    assert [reason.code for reason in partition.reasons] == ["max-captures"]
+    assert "max_captures=1" in str(pgraph.report())

@@ -52,6 +52,11 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "write the cell with plain ops, e.g. torch.nn.LSTMCell in a loop",
     ),
     (
+        r"set_runtime_stats_and_log|_inside_ddp_forward",
+        "Dynamo does not trace DistributedDataParallel itself, only your modules inside",
+        "wrap the compiled module: DistributedDataParallel(torch.compile(model))",
+    ),
+    (
         r"builtin `?print",
         "print() is called inside the compiled function",
         "print outside the compiled region",

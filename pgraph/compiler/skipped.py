@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pgraph import compat
 from pgraph.compiler.graph_breaks import from_text
+from pgraph.ops.fx import is_users
 from pgraph.options import parse
 from pgraph.reasons import Reason
 from pgraph.runtime import full_capture, functions
@@ -55,6 +56,9 @@ def listen(is_ours: Callable[[Any], bool]) -> None:
 
 def _ended(compilation: compat.Compilation) -> None:
     graphs = functions.graphs_arrived()
+    place = (compilation.where or "").rpartition(":")[0]
+    if place and not graphs and not is_users(place):
+        return  # helpers of Python's own, which Dynamo meets below a function that it has skipped
     function = functions.found(compilation.name, compilation.where)
     function.graphs += graphs
     if compilation.guard is not None and (guard := _guard(compilation.guard)) not in function.guards:

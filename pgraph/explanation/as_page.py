@@ -19,6 +19,7 @@ _LOOKS = {
     "too small": ("#ef6c00", "◌"),
     "refused": ("#6a1b9a", "✕"),
     "set aside": ("#1565c0", "◇"),
+    "waiting": ("#8d6e63", "◔"),
     "warming up": ("#546e7a", "…"),
     "not run": ("#9e9e9e", "-"),
 }

@@ -22,8 +22,8 @@ class PartitionExplanation:
         kind: "forward", "backward" or "inference".
         graph: number of the graph in this process.
         partition: position in the graph.
-        state: "captured", "uncaptured", "too small", "refused", "set aside", "warming up" or
-            "not run".
+        state: "captured", "uncaptured", "too small", "refused", "set aside", "waiting", "warming up"
+            or "not run".
         ops: (name, count) of its device ops.
         kernels: nodes of the capture in use; None if there is none.
         captures: made so far, one per set of sizes and alignments.

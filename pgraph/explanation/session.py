@@ -101,8 +101,8 @@ class _Explainer:
         found = _breaks(graphs, heard)
         if not seen:  # what was skipped before has left nothing else behind
             skipped = [f.skipped for f in functions.live() if f.skipped is not None]
-            places = {reason.where for reason in found}
-            found += tuple(reason for reason in dict.fromkeys(skipped) if reason.where not in places)
+            heard_of = {(reason.sentence, reason.fix) for reason in found}
+            found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
         stopped = tuple(f.stopped for f in functions.live() if f.stopped is not None)
         changes = (
             *(Change(reason, 0, 0, 0.0) for reason in stopped),
@@ -250,7 +250,7 @@ def _changes(
                 fewer += now[1] - then[1]
         changes.append(Change(reason, ops, fewer, _seconds(partitions, key)))
     for partition in partitions:
-        if partition.state == "refused":
+        if partition.state in ("refused", "waiting"):
             ops = partition.device_ops * max(partition.calls, 1)
             changes.append(Change(partition.reasons[-1], ops, 0, partition.seconds or 0.0))
         elif partition.state == "captured":  # other sizes or layouts of it are refused

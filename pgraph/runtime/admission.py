@@ -109,6 +109,7 @@ class Admission:
             specialization = self._cache.find(args)
             if specialization is None:
                 if not self._sizes.wanted(args):
+                    self._wait(self._sizes.unlisted(args))
                     return None
                 if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
                     self.insist(self._stats.reason)
@@ -120,8 +121,10 @@ class Admission:
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
-            due = capture and specialization.due(self._options.warmup)
-            if due and self._cache.pays(specialization) and self._cache.has_room(specialization, args):
+            due = capture and specialization.due(self._options.warmup) and self._cache.pays(specialization)
+            if due and not self._cache.has_room(specialization, args):
+                self._wait(self._sizes.too_many())
+            elif due:
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, self._capture, specialization, args)
                 else:
@@ -130,6 +133,12 @@ class Admission:
             if specialization.state is State.REFUSED:
                 self._give_up(args)
         return specialization
+
+    def _wait(self, reason: Reason) -> None:
+        """Calls like this one run uncaptured for now, and maybe for ever: say why."""
+        if self._stats.waits is None:
+            self._stats.waits = reason
+            log.info("%s: %s", self._stats.name, reason)
 
     def _give_up(self, args: Sequence[Any]) -> None:
         """Next time, look no further than the sizes: what never launches should cost no more than that."""

@@ -19,7 +19,7 @@ from pgraph.text import amount
 __all__ = ["PartitionState", "PartitionStats", "Report"]
 
 PartitionState = Literal[
-    "captured", "uncaptured", "too small", "refused", "set aside", "warming up", "not run"
+    "captured", "uncaptured", "too small", "refused", "set aside", "waiting", "warming up", "not run"
 ]
 
 
@@ -120,6 +120,8 @@ class PartitionStats:
             return "refused"
         if State.SET_ASIDE in states:
             return "set aside"
+        if self.waits is not None:
+            return "waiting"
         return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,7 +266,7 @@ class Report:
             what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
             what += f"{amount(p.launches, 'launch')}, {amount(p.uncaptured_runs, 'uncaptured run')}"
             what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
-            lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
+            lines.append("; ".join([f"  {p.name}: {what}", *map(str, p.reasons)]))
         return "\n".join(lines)
 
 
