@@ -577,3 +577,15 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     except torch._dynamo.exc.Unsupported:
         torch.compile(times, backend=backend, dynamic=False)(torch.randn(3), 1)
     assert ended[-1].error is None
+
+
+def test_the_dispatcher_tells_composite_ops() -> None:
+    assert [compat.is_registered(name) for name in ("aten::sin", "aten::sinn", "no::such")] == [
+        True,
+        False,
+        False,
+    ]
+    for name in ("aten::linear", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"):
+        assert compat.is_composite(name), name
+    for name in ("aten::addmm", "aten::sin", "aten::native_dropout", "aten::_foreach_add", "no::such"):
+        assert not compat.is_composite(name), name

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support import host
+from support import MLP, host
 from support_explain import lines
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.compiler.graph_breaks import from_text
 from pgraph.errors import FullCaptureError
+from pgraph.runtime import registry
 
 
 class Layer(nn.Module):
@@ -215,3 +217,50 @@ def test_more_sizes_than_captures() -> None:
     (partition,) = pgraph.report().partitions
     assert [reason.code for reason in partition.reasons] == ["max-captures"]
     assert "max_captures=1" in str(pgraph.report())
+
+
+# -- what is gone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_models_that_are_gone_are_told_apart(codegen: str, inductor_cache: Any) -> None:
+    """Dynamo keeps their code for others of the class, and the recordings live until a reset."""
+    first, second = Layer(0), MLP()
+    for module, size in ((first, 4), (second, 8)):
+        compiled = host(module, codegen)
+        for _ in range(3):
+            compiled(torch.randn(2, size)).sum().backward()
+    report = pgraph.report()
+    assert (report.captures, report.dead) == (4, ())
+    del first, module, compiled
+    gc.collect()
+    report = pgraph.report()
+    assert [p.dead for p in report.partitions] == [True, True, False, False]
+    assert "of models that are gone: 2 partitions, 2 captures" in str(report)
+    assert "(gone): 1 capture" in str(report)
+    third = Layer(0)
+    host(third, codegen)(torch.randn(2, 4)).sum().backward()
+    assert pgraph.report().dead == ()
+
+
+def test_a_reset_takes_the_counts_of_what_it_frees() -> None:
+    compiled = host(MLP())
+    for _ in range(3):
+        compiled(torch.randn(2, 8)).sum().backward()
+    pgraph.reset()
+    report = pgraph.report()
+    assert (report.captures, report.nodes, report.slots, report.capture_s, report.exec_bytes) == (0,) * 5
+    assert report.launches == 4
+    assert report.partitions[0].chunks == 0
+    for _ in range(2):
+        compiled(torch.randn(2, 8)).sum().backward()
+    assert pgraph.report().captures == 2
+
+
+def test_what_dynamo_has_forgotten_is_gone() -> None:
+    compiled = host(lambda x: x.sin() + 1)
+    kept = [compiled(torch.randn(2)) for _ in range(3)]
+    held = registry.live_partitions()
+    torch._dynamo.reset()
+    assert [p.dead for p in pgraph.report().partitions] == [True]
+    del kept, held

@@ -23,6 +23,7 @@ from pgraph.compat.aot import (
     tangents,
     tracing,
 )
+from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
     evaluate,
     graph_break,
@@ -84,6 +85,8 @@ __all__ = [
     "inductor_mode",
     "intercepted",
     "is_compiled",
+    "is_composite",
+    "is_registered",
     "known_backends",
     "lazily",
     "output_strides",

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from pgraph import compat
 from pgraph.compiler.graph_breaks import from_text
+from pgraph.ops import safety
 from pgraph.ops.fx import is_users
 from pgraph.options import parse
 from pgraph.reasons import Reason
-from pgraph.runtime import full_capture, functions
+from pgraph.runtime import full_capture, functions, registry
 
 __all__ = ["listen"]
 
@@ -50,8 +51,14 @@ def listen(is_ours: Callable[[Any], bool]) -> None:
     compat.hear_compilations(
         lambda one: _ended(one) if ours(one) else None,
         lambda one: _stopped(one) if ours(one) else None,
-        functions.forget,
+        _begun_anew,
     )
+
+
+def _begun_anew() -> None:
+    functions.forget()
+    safety.forget_judged()
+    registry.all_gone()
 
 
 def _ended(compilation: compat.Compilation) -> None:

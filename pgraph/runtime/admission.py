@@ -25,6 +25,7 @@ from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
+from pgraph.text import amount
 
 __all__ = ["Admission", "Code"]
 
@@ -87,7 +88,8 @@ class Admission:
         self._pending: tuple[Specialization, Reason, Dispatch | None] | None = None
 
     def reset(self) -> None:
-        """Begin anew. Called with the partition's lock held."""
+        """Begin anew: all captures are freed. Called with the partition's lock held."""
+        self._stats.forget_captures()
         self._pending = None
         self._refusals = self._failures = 0
         self._given_up.clear()
@@ -175,6 +177,16 @@ class Admission:
                 self.piece.captured()
                 self.piece = None
             self._cache.add(specialization, program)
+            nodes, chunks = len(built.template.nodes), len(built.execs)
+            log.info(
+                "%s captured in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
+                self._stats.name,
+                built.seconds * 1e3,
+                amount(nodes, "node"),
+                amount(chunks, "chunk"),
+                self._stats.captures,
+                self._stats.capture_s * 1e3,
+            )
             self._sizes.captured(args)
             trimming.captured(self._stats.name, self._driver)
 
