@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import html
 import json
 import logging
 import pathlib
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import pgraph
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError, OptionError
+from pgraph.explanation import as_page
 from pgraph.explanation.explanation import Explanation
 from pgraph.explanation.session import _changes, _partition
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
@@ -207,11 +209,32 @@ def test_as_data_and_as_a_page(tmp_path: pathlib.Path) -> None:
     assert "fix: unmark it" in page
     assert "b = torch.sin(a)" in page
     assert found.to_html(times=False) == found.to_html(times=False)
+    assert_same_content(found)
     assert " us" not in found.render(times=False)
     assert " us" in str(found)
     report = pgraph.report()
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert [p["state"] for p in report.to_dict()["partitions"]] == ["captured", "uncaptured", "captured"]
+
+
+def assert_same_content(found: pgraph.Explanation) -> None:
+    """Whatever the text says is on the page."""
+    page = html.unescape(re.sub(r"<[^>]+>", "\n", found.to_html()))
+    shown = {line.strip() for line in page.splitlines()}
+    for line in str(found).splitlines():
+        plain = re.sub(r"^\d+\. |^at ", "", line.strip())
+        assert plain.rstrip(":") in shown, plain
+
+
+def test_what_nobody_can_change_is_not_red(inductor_cache: pathlib.Path) -> None:
+    compiled = host(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU()), "inductor")
+    found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
+    assert [p.state for p in found.partitions] == ["uncaptured", "captured", "captured"]
+    assert_same_content(found)
+    seeds, *captured = re.findall(r'class="bar" style="[^"]*background:(#\w+)"', found.to_html())
+    red = as_page._LOOKS["uncaptured"][0]
+    assert seeds != red
+    assert set(captured) == {as_page._LOOKS["captured"][0]}
 
 
 def test_nothing_is_watched_afterwards() -> None:

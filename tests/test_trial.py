@@ -166,4 +166,4 @@ def test_when_a_capture_has_paid_for_itself(saved: float, text: str) -> None:
     with torch.no_grad():
         (partition,) = pgraph.explain(MLP(), driver="host")(torch.randn(3, 8)).partitions
     partition = dataclasses.replace(partition, seconds=1e-3, own_s=1e-3 + saved, capture_s=0.0311)
-    assert as_text._gain(partition) == text
+    assert as_text._saved(partition) == text
