@@ -60,6 +60,10 @@ def summary(explanation: Findings, *, times: bool) -> list[str]:
         f"pgraph: {verdict}" + (f", {amount(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
     ]
+    if explanation.preview:
+        lines.append(
+            "preview without a GPU: judged as if on CUDA, tried on the host driver; times are the CPU's"
+        )
     if explanation.exec_bytes:
         lines.append(f"memory of the recordings: {explanation.exec_bytes:,} B of execs")
     lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]

@@ -110,6 +110,7 @@ class Findings:
         steps: how often the program was run.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
         stopped: functions that Dynamo compiles no more, in the whole process.
+        preview: there is no GPU, so it was judged as if on CUDA and tried on the host driver.
     """
 
     partitions: tuple[PartitionExplanation, ...]
@@ -119,6 +120,7 @@ class Findings:
     steps: int
     ghost_peaks: tuple[GhostPeaks, ...] = ()
     stopped: tuple[Reason, ...] = ()
+    preview: bool = False
 
     @property
     def exec_bytes(self) -> int:
@@ -170,6 +172,7 @@ class Findings:
         shares = {"device_ops": self.device_ops, "kernels": self.kernels, "seconds": self.seconds}
         return {
             "complete": self.complete,
+            "preview": self.preview,
             "steps": self.steps,
             "exec_bytes": self.exec_bytes,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],

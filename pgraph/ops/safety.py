@@ -204,8 +204,13 @@ RULES: Final[tuple[Rule, ...]] = (
 # Values inside a subgraph are scalars of one kernel; what they come from is judged at the op itself.
 _OUTER_RULES: Final = frozenset({values.no_metadata, values.other_device, values.host_only})
 
+# They ask how CUDA does it, and not where the tensors are.
+_OF_CUDA: Final = frozenset({values.grouped})
 
-def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reason | None:
+
+def refusal(
+    node: Node, *, device_type: str, rng_is_safe: bool = False, as_cuda: bool = False
+) -> Reason | None:
     """Why `node` must stay out of every graph, or None when it may be captured.
 
     Args:
@@ -214,6 +219,7 @@ def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reaso
         device_type: type of the device that is captured, e.g. ``"cuda"``; the host driver captures
             ``"cpu"``.
         rng_is_safe: the launcher moves the generator itself, so that random ops may be captured.
+        as_cuda: the CPU stands for a GPU: what holds for kernels of CUDA holds for its ops.
 
     Returns:
         The first refusal in the order of `RULES`. None for neutral nodes too (`is_neutral`), unless
@@ -225,7 +231,7 @@ def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reaso
     for rule in RULES:
         if rng_is_safe and rule is ops.random:
             continue
-        found = rule(node, device_type)
+        found = rule(node, "cuda" if as_cuda and rule in _OF_CUDA else device_type)
         if found is not None:
             return found
     return None
