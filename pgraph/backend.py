@@ -8,6 +8,7 @@ CPU out of nothing. `pgraph.compiler.compile_graph` turns each graph into runner
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,16 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from pgraph import compat
+from pgraph.compiler import skipped
 from pgraph.compiler.compile_graph import compile_partitions
-from pgraph.compiler.context import Context
+from pgraph.compiler.context import Context, Origin
 from pgraph.compiler.graph_breaks import break_of
 from pgraph.drivers import choice
 from pgraph.errors import FullCaptureError, OptionError
 from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
-from pgraph.reasons import Reason
 from pgraph.rewrites import constants
-from pgraph.runtime import full_capture, progress, registry
+from pgraph.runtime import full_capture, functions, progress, registry
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
@@ -51,6 +52,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
+        functions.graph_arrived()
         chosen = parse(options)
         if unknown := compat.unknown_settings(chosen.inductor):
             raise OptionError(
@@ -59,13 +61,15 @@ class Backend:
             )
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
         broken = break_of(gm)
+        parameter = next((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), None)
+        model = weakref.ref(parameter) if parameter is not None else lambda: None
         if not chosen.require_full_capture:
-            return _build(gm, example_inputs, chosen, settings, broken)
+            return _build(gm, example_inputs, chosen, settings, Origin(broken, model))
         try:
             if broken is not None:
                 full_capture.refuse("what follows the graph break", broken)
             with compat.eager_backward():
-                return _build(gm, example_inputs, chosen, settings, None)
+                return _build(gm, example_inputs, chosen, settings, Origin(None, model))
         except FullCaptureError as e:
             return full_capture.raising(e)
 
@@ -83,6 +87,7 @@ def reset() -> None:
 
 
 backend = Backend()
+skipped.listen(lambda other: isinstance(other, Backend))
 
 
 # -- one ATen graph ------------------------------------------------------------------------------
@@ -93,18 +98,18 @@ def _build(
     example_inputs: Sequence[Any],
     options: Options,
     settings: dict[str, Any],
-    broken: Reason | None,
+    origin: Origin,
 ) -> Callable[..., Any]:
     if options.codegen == "aten":
-        return _aten(gm, example_inputs, options, broken)
-    compiler = functools.partial(_compile_inductor, options, settings, broken)
+        return _aten(gm, example_inputs, options, origin)
+    compiler = functools.partial(_compile_inductor, options, settings, origin)
     return compat.compile_model(gm, example_inputs, compiler, settings, constants.on_device)
 
 
 def _compile_inductor(
     options: Options,
     settings: dict[str, Any],
-    broken: Reason | None,
+    origin: Origin,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *unused: Any,
@@ -122,11 +127,11 @@ def _compile_inductor(
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
     driver = choice.choose(options.driver, gm)
-    return compile_partitions(gm, example_inputs, Context(driver, options, kind, compile_partition, broken))
+    return compile_partitions(gm, example_inputs, Context(driver, options, kind, compile_partition, origin))
 
 
 def _aten(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, broken: Reason | None
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, origin: Origin
 ) -> Callable[..., Any]:
     def compiler(kind: Kind) -> Callable[..., Boxed]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -134,7 +139,7 @@ def _aten(
             if kind == "inference":
                 constants.on_device(graph)
             driver = choice.choose(options.driver, graph)
-            return compile_partitions(graph, inputs, Context(driver, options, kind, _compile_aten, broken))
+            return compile_partitions(graph, inputs, Context(driver, options, kind, _compile_aten, origin))
 
         return compile_graph
 

@@ -53,7 +53,8 @@ class Options:
     # those that come so seldom that their captures would take longer than launches save.
     step_aside: bool = True
     # Raise FullCaptureError as soon as anything that reaches pgraph stays outside the graphs, and at a graph
-    # break that cuts one, instead of running it uncaptured. (What Dynamo skips whole never reaches pgraph.)
+    # break that cuts one or where Dynamo compiles a function no more, instead of running it uncaptured. (What
+    # Dynamo skips whole never reaches pgraph.)
     require_full_capture: bool = False
     # Inductor settings, as for torch.compile(options=...) of the "inductor" backend.
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -198,6 +198,11 @@ _OF_GRAPHS: Final = (
         "keep it outside the compiled region, or run with TORCH_LOGS=graph_breaks",
     ),
     ReasonCode(
+        "recompile-limit",
+        "Dynamo has compiled the function too often and compiles it no more: other calls run eagerly.",
+        "let what the guard names be the same in all calls, or raise torch._dynamo.config.recompile_limit",
+    ),
+    ReasonCode(
         "no-device",
         "The tensors of the graph are on the CPU.",
         "move the model and its inputs to CUDA, or try the mechanism on the CPU with "
@@ -317,6 +322,16 @@ _OF_RUNS: Final = (
         "So many sizes or layouts come that to capture them takes longer than launches save.",
         "pad to a few sizes, or list those worth a capture in option capture_sizes; "
         "step_aside=False captures whatever comes",
+    ),
+    ReasonCode(
+        "size-not-listed",
+        "The call has a size that option capture_sizes does not list.",
+        "list the size in option capture_sizes, or pad to a listed one",
+    ),
+    ReasonCode(
+        "too-many-sizes",
+        "More sizes or layouts take turns than option max_captures or capture_memory_mb lets in.",
+        "raise that option, list the sizes worth a capture in option capture_sizes, or pad to fewer sizes",
     ),
     ReasonCode(
         "internal-error",

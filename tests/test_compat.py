@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import logging
 import sys
 import threading
 import types
@@ -524,3 +525,67 @@ def test_output_strides(inductor_cache: Any) -> None:
     compiled = compat.compile_graph(gm, inputs, {})
     assert compat.output_strides(compiled) == [("1", "3"), None]
     assert compat.output_strides(lambda args: args) is None
+
+
+def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every function: its end, what it was compiled for, why Dynamo gave up, and the limit; 2.13."""
+    ended: list[compat.Compilation] = []
+    stopped: list[compat.Compilation] = []
+    handler = torch._dynamo.callback.callback_handler
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    monkeypatch.setattr(handler, "end_callbacks", [])
+    monkeypatch.setattr(handler, "clear", type(handler).clear.__get__(handler))
+    monkeypatch.setattr(logger, "handlers", [])
+    resets = []
+    compat.hear_compilations(ended.append, stopped.append, lambda: resets.append(1))
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any, options: Any = None) -> Any:
+        return gm
+
+    def times(x: Tensor, n: int) -> Tensor:
+        return x * n
+
+    def looping(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x + 1
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(times, backend=backend, options={"a": 1}, dynamic=False)
+        for n in (3, 4, 5):
+            compiled(torch.randn(3), n)
+    assert [one.name.split(".")[-1] for one in ended] == ["times", "times"]
+    assert all(one.backend is backend and one.options == {"a": 1} for one in (*ended, *stopped))
+    assert ended[0].where == f"{__file__}:{times.__code__.co_firstlineno}"
+    assert (ended[0].guard, "n == 3" in str(ended[1].guard)) == (None, True)
+    (limited,) = stopped
+    assert limited.limit == ("recompile_limit", 2)
+    assert "n == 4" in str(limited.guard)
+    assert compat.known_backends().count(backend) == 1
+    torch._dynamo.reset()
+    assert resets == [1]
+    assert not compat.known_backends()
+    ended.clear()
+    torch.compile(looping, backend=backend)(torch.randn(3))
+    torch.compile(torch.nn.LSTM(2, 2), backend=backend)(torch.randn(3, 1, 2))
+    first, lstm = ended
+    assert "graph_break()" in str(first.error)
+    assert first.frames[-1] == (__file__, looping.__code__.co_firstlineno + 2)
+    assert (lstm.name, lstm.where) == ("LSTM", None)
+    try:
+        raise torch._dynamo.exc.Unsupported("the caller's own")
+    except torch._dynamo.exc.Unsupported:
+        torch.compile(times, backend=backend, dynamic=False)(torch.randn(3), 1)
+    assert ended[-1].error is None
+
+
+def test_the_dispatcher_tells_composite_ops() -> None:
+    assert [compat.is_registered(name) for name in ("aten::sin", "aten::sinn", "no::such")] == [
+        True,
+        False,
+        False,
+    ]
+    for name in ("aten::linear", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"):
+        assert compat.is_composite(name), name
+    for name in ("aten::addmm", "aten::sin", "aten::native_dropout", "aten::_foreach_add", "no::such"):
+        assert not compat.is_composite(name), name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import html
 import json
 import logging
 import pathlib
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +16,16 @@ import pytest
 import torch
 from support import MLP, host, same
 from support_explain import HOST, explain, lines, text
+from support_rules import Bench, grouped
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import FullCaptureError, OptionError
+from pgraph.explanation import as_page
 from pgraph.explanation.explanation import Explanation
 from pgraph.explanation.session import _changes, _partition
-from pgraph.ops.safety import mark_unsafe, unmark_unsafe
+from pgraph.ops.safety import mark_unsafe, refusal, unmark_unsafe
 from pgraph.runtime import observe, registry
 from pgraph.runtime.specialization import State
 
@@ -110,6 +114,46 @@ def test_a_graph_without_a_device() -> None:
     assert found.changes[0].reason.code == "no-device"
 
 
+def previewed(fn: Any, options: dict[str, Any]) -> list[Any]:
+    """The partitions of a function that is compiled after a preview of it."""
+    compiled = torch.compile(fn, backend="pgraph", options=options)
+    before = set(map(id, registry.live_partitions()))
+    compiled(torch.randn(4))
+    return [p.stats for p in registry.live_partitions() if id(p) not in before]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_a_preview(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, also of a program that is compiled at its first call; not if a driver is chosen."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 2).cumsum(0)
+
+    options = {"codegen": "aten", "min_ops": 1}
+    step = torch.compile(fn, backend="pgraph", options={**options, "warmup": 2})
+    for found in (
+        pgraph.explain(fn, options=options)(torch.randn(4)),
+        pgraph.explain(lambda x: step(x))(torch.randn(4)),
+    ):
+        assert found.complete
+        assert found.preview
+        assert found.to_dict()["preview"]
+        assert "preview without a GPU: judged as if on CUDA, tried on the host driver" in str(found)
+    assert [p.state for p in previewed(fn, options)] == ["uncaptured"], "it leaves nothing behind"
+    found = pgraph.explain(fn, driver="host", **options)(torch.randn(4))
+    assert (found.complete, found.preview) == (True, False)
+    found = pgraph.explain(fn, driver="auto", **options)(torch.randn(4))
+    assert (found.complete, found.preview) == (False, False)
+    monkeypatch.setenv("PGRAPH_DRIVER", "auto")
+    assert not pgraph.explain(fn, options={**options, "warmup": 3})(torch.randn(4)).preview
+
+
+def test_a_preview_judges_as_if_on_cuda() -> None:
+    """A grouped product reads its offsets on the host there, and not on the CPU."""
+    node = grouped(Bench(), torch.float32)
+    assert refusal(node, device_type="cpu") != refusal(node, device_type="cpu", as_cuda=True)
+
+
 def test_a_backward_that_does_not_run() -> None:
     """It is compiled when it is needed; hard mode compiles it at once."""
     found = explain(lambda x: x.sin().sum(), torch.randn(4, requires_grad=True), require_full_capture=True)
@@ -142,12 +186,26 @@ def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
 
 def test_wrong_calls_are_told_before_anything_runs() -> None:
     calls = []
-    for wrong in ({"warmpu": 2}, {"options": {"warmup": 2}}):
-        with pytest.raises(OptionError, match=f"{next(iter(wrong))}"):
+    for wrong, told in (
+        ({"warmpu": 2}, "warmpu"),
+        ({"options": {"warmpu": 2}}, "warmpu"),
+        ({"options": 3}, "must be a dict"),
+        ({"options": {"warmup": 2}, "warmup": 2}, r"\['warmup'\] are given twice"),
+    ):
+        with pytest.raises(OptionError, match=told):
             pgraph.explain(calls.append, **wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="5 is no model or function"):
         pgraph.explain(5)  # type: ignore[arg-type]
     assert not calls
+
+
+def test_options_as_for_torch_compile() -> None:
+    given = {**HOST, "warmup": 3}
+    found = pgraph.explain(wave, options=given, dynamic=False)(torch.randn(4))
+    assert found.complete
+    assert not found.preview
+    assert found.steps >= 3 + 2
+    assert given == {**HOST, "warmup": 3}
 
 
 def test_a_size_that_is_not_listed_is_not_called_captured() -> None:
@@ -206,11 +264,32 @@ def test_as_data_and_as_a_page(tmp_path: pathlib.Path) -> None:
     assert "fix: unmark it" in page
     assert "b = torch.sin(a)" in page
     assert found.to_html(times=False) == found.to_html(times=False)
+    assert_same_content(found)
     assert " us" not in found.render(times=False)
     assert " us" in str(found)
     report = pgraph.report()
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert [p["state"] for p in report.to_dict()["partitions"]] == ["captured", "uncaptured", "captured"]
+
+
+def assert_same_content(found: pgraph.Explanation) -> None:
+    """Whatever the text says is on the page."""
+    page = html.unescape(re.sub(r"<[^>]+>", "\n", found.to_html()))
+    shown = {line.strip() for line in page.splitlines()}
+    for line in str(found).splitlines():
+        plain = re.sub(r"^\d+\. |^at ", "", line.strip())
+        assert plain.rstrip(":") in shown, plain
+
+
+def test_what_nobody_can_change_is_not_red(inductor_cache: pathlib.Path) -> None:
+    compiled = host(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU()), "inductor")
+    found = pgraph.explain(lambda x: compiled(x).sum().backward())(torch.randn(3, 4))
+    assert [p.state for p in found.partitions] == ["uncaptured", "captured", "captured"]
+    assert_same_content(found)
+    seeds, *captured = re.findall(r'class="bar" style="[^"]*background:(#\w+)"', found.to_html())
+    red = as_page._LOOKS["uncaptured"][0]
+    assert seeds != red
+    assert set(captured) == {as_page._LOOKS["captured"][0]}
 
 
 def test_nothing_is_watched_afterwards() -> None:
@@ -454,5 +533,5 @@ def test_the_log_tells_what_is_captured(caplog: pytest.LogCaptureFixture) -> Non
         call(host(running_sum), 2, 2)
     told = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("pgraph"))
     assert "2 device ops, to be captured" in told
-    assert "captured in" in told
+    assert re.search(r"captured in \d+ ms: 2 nodes in 1 chunk; 1 captures of it so far, in \d+ ms", told)
     assert "node 0: kernel" in told

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pgraph
 from pgraph.drivers.interface import UNIT, further, next_start
 from pgraph.native import libraries
 from pgraph.native.structs import ArenaState, ExecEntry
@@ -293,6 +294,7 @@ def forgotten() -> Iterator[None]:
     libraries.load.cache_clear()
     yield
     libraries.load.cache_clear()
+    libraries._missing.clear()
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -322,6 +324,12 @@ def test_no_compiler_is_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert libraries.load() is None
     assert list((tmp_path / "pgraph").iterdir()) == [], "nothing half-built stays"
+    assert "  no native helper, launching from Python instead: " in str(pgraph.report())
+    assert pgraph.report().to_dict()["missing"] == list(libraries.missing())
+    monkeypatch.setenv("CC", "cc")
+    libraries.load.cache_clear()
+    assert libraries.load() is not None
+    assert pgraph.report().missing == ()
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +87,14 @@ def graph_break(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
 
     host(fn)(torch.ones(4))
     return [p.facts.graph.broken for p in pgraph.report().partitions if p.facts.graph.broken]
+
+
+def recompile_limit(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
+    compiled = host(lambda x, n: x * n)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (2, 3):
+            compiled(torch.ones(4), n)
+    return [function.stopped for function in pgraph.report().functions if function.stopped]
 
 
 def no_device(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
@@ -194,6 +202,18 @@ def run(faults: HostFaults) -> Iterable[Reason]:
     return [p.reason for p in pgraph.report().capturable if p.reason]
 
 
+def of_sizes(sizes: Sequence[int], **options: Any) -> Produce:
+    """What becomes of calls with these sizes."""
+
+    def produce(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
+        compiled = host(lambda x: x.sin() + 1, dynamic=True, **options)
+        for size in sizes:
+            compiled(torch.ones(size, 3))
+        return [reason for p in pgraph.report().partitions for reason in p.reasons]
+
+    return produce
+
+
 def internal_error(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("injected")
@@ -207,6 +227,7 @@ MADE: dict[str, Produce] = {
     "marked": marked,
     "too-small": too_small,
     "graph-break": graph_break,
+    "recompile-limit": recompile_limit,
     "no-device": no_device,
     "capture-failed": refused(torch.sin, HostFaults(refused=frozenset({"sin"}))),
     "capture-lost": refused(torch.sin, HostFaults(fail_at="op", fail_as="lost")),
@@ -225,6 +246,8 @@ MADE: dict[str, Produce] = {
     "device-failed": lambda patch: run(HostFaults(fail_at="op")),
     "no-gain": lambda patch: [Trial(3, [7e-6] * 3, [9e-6] * 4).reason()],
     "sizes-vary": lambda patch: [not_worth()],
+    "size-not-listed": of_sizes([4, 4, 5], capture_sizes=[9, 3]),
+    "too-many-sizes": of_sizes([4, 4, 5, 6, 4, 5, 6] * 2, max_captures=1),
     "launch-failed": lambda patch: run(HostFaults(fail_at="launch")),
     "internal-error": internal_error,
 }

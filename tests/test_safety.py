@@ -187,3 +187,36 @@ use torch.where(mask, a, b), or torch.nonzero_static with a size""",
 [rng] aten::rand draws from the global generator at /home/me/model.py:17. Fix: use the default
 codegen, which passes seeds as an input, or set the dropout to 0""",
         )
+
+
+# -- marks that can do nothing
+
+
+def test_a_mark_on_an_op_that_pytorch_does_not_have() -> None:
+    with pytest.raises(OptionError, match=r"Fix: did you mean aten::cumsum\?"):
+        mark_unsafe("aten::cumsumm", "a", "b")
+
+
+@pytest.mark.parametrize("op", ["aten::linear", "aten::einsum", aten.matmul])
+def test_a_mark_on_a_composite_op(op) -> None:
+    with pytest.raises(OptionError, match=r"composite.*Fix: mark what it becomes"):
+        mark_unsafe(op, "a", "b")
+
+
+def test_a_mark_on_an_op_that_is_to_come(caplog) -> None:
+    for _ in range(2):  # a module may be imported twice
+        mark_unsafe("to_come::op", "a", "b")
+    unmark_unsafe("to_come::op")
+    assert [r.getMessage().count("no such op is registered yet. Fix: ") for r in caplog.records] == [1]
+
+
+def test_a_mark_that_comes_too_late(caplog) -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="pgraph", options={"driver": "host"})
+    compiled(torch.ones(3))
+    for _ in range(2):
+        mark_unsafe("aten::sin", "a", "b")
+        unmark_unsafe("aten::sin")
+        torch._dynamo.reset()
+    told = [r.getMessage() for r in caplog.records if "compiled already" in r.getMessage()]
+    assert len(told) == 1
+    assert "Fix: mark it before the first call" in told[0]

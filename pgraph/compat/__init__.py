@@ -23,6 +23,7 @@ from pgraph.compat.aot import (
     tangents,
     tracing,
 )
+from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
     evaluate,
     graph_break,
@@ -32,6 +33,7 @@ from pgraph.compat.dynamo import (
     symbol_source,
     traced_function,
 )
+from pgraph.compat.frames import Compilation, hear_compilations, known_backends
 from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
@@ -61,6 +63,7 @@ from pgraph.compat.tensors import (
 
 __all__ = [
     "WRAPPED_MUTATIONS",
+    "Compilation",
     "Strides",
     "Tracing",
     "assert_size_stride",
@@ -77,10 +80,14 @@ __all__ = [
     "forward_mode",
     "generated_namespaces",
     "graph_break",
+    "hear_compilations",
     "hearing_graph_breaks",
     "inductor_mode",
     "intercepted",
     "is_compiled",
+    "is_composite",
+    "is_registered",
+    "known_backends",
     "lazily",
     "output_strides",
     "own_output_strides",

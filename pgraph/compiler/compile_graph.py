@@ -30,7 +30,7 @@ from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites.checkpoint_rng import unwrap
 from pgraph.rewrites.storage_owners import count_from_owners
-from pgraph.runtime import full_capture
+from pgraph.runtime import full_capture, registry
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.uncaptured import UncapturedPartition
@@ -77,7 +77,8 @@ def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[Part
         if context.driver is None:
             judged[node] = None if is_neutral(node) else choice.NOT_ON_A_DEVICE
         else:
-            judged[node] = refusal(node, device_type=context.driver.device.type)
+            as_cuda = choice.preview is not None
+            judged[node] = refusal(node, device_type=context.driver.device.type, as_cuda=as_cuda)
         return judged[node]
 
     min_ops = context.options.min_ops
@@ -89,8 +90,9 @@ def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[Part
         partitions,
         judged,
         min_ops=min_ops,
-        broken=context.broken if context.kind != "backward" else None,
+        broken=context.origin.broken if context.kind != "backward" else None,
     )
+    registry.belongs(graph.number, context.origin.model())
     whole = len(partitions) == 1
     return partitions, [partition_facts(graph, partition, causes, whole=whole) for partition in partitions]
 

@@ -15,7 +15,7 @@ from pgraph.partition.facts import Kind
 from pgraph.reasons import Reason
 from pgraph.runtime.protocols import Boxed
 
-__all__ = ["Account", "CompilePartition", "Context", "Declined", "Memory"]
+__all__ = ["Account", "CompilePartition", "Context", "Declined", "Memory", "Origin"]
 
 # (module, its example inputs, positions of inputs that never move or None to leave that as it is) -> code.
 CompilePartition = Callable[[GraphModule, Sequence[Any], "Sequence[int] | None"], Boxed]
@@ -41,6 +41,19 @@ class Account:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph comes from.
+
+    Args:
+        broken: why Dynamo ended it where it did, if the function went on.
+        model: gives a parameter of the model that it was made for; None if that is gone, or has none.
+    """
+
+    broken: Reason | None = None
+    model: Callable[[], Any] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Context:
     """How one ATen graph is compiled.
 
@@ -49,7 +62,7 @@ class Context:
         options: of this compilation.
         kind: of the graph.
         compile_partition: makes code of one partition.
-        broken: why Dynamo ended the graph where it did, if the function went on.
+        origin: of the graph.
         account: of its automatic splits.
     """
 
@@ -57,7 +70,7 @@ class Context:
     options: Options
     kind: Kind
     compile_partition: CompilePartition
-    broken: Reason | None = None
+    origin: Origin = Origin()
     account: Account = dataclasses.field(default_factory=Account)
 
     @property

@@ -7,13 +7,14 @@ of a known kind get that, the others keep Dynamo's first hint.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pgraph import compat
 from pgraph.ops.fx import FRAME, user_frame
 from pgraph.reasons import Reason
 
-__all__ = ["break_of", "from_log"]
+__all__ = ["break_of", "from_log", "from_text"]
 
 CODE: Final = "graph-break"
 _OPTIMIZER: Final = "/torch/optim/"
@@ -51,6 +52,11 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "write the cell with plain ops, e.g. torch.nn.LSTMCell in a loop",
     ),
     (
+        r"set_runtime_stats_and_log|_inside_ddp_forward",
+        "Dynamo does not trace DistributedDataParallel itself, only your modules inside",
+        "wrap the compiled module: DistributedDataParallel(torch.compile(model))",
+    ),
+    (
         r"builtin `?print",
         "print() is called inside the compiled function",
         "print outside the compiled region",
@@ -79,11 +85,20 @@ def from_log(message: str) -> Reason | None:
         return None
     if re.match(rf"\s*Graph break\b[^\n]* in user code at [^\n]*{_OPTIMIZER}", head):
         return None  # what it does around each step; a graph that it cuts off says so itself
+    # Dynamo leaves the traceback out where it broke before.
+    frames = FRAME.findall(traceback) or re.findall(r"in user code at (.+):(\d+)", head)
+    return from_text(text, frames)
+
+
+def from_text(text: str, frames: Sequence[tuple[str, Any]]) -> Reason:
+    """Dynamo's text about a break as a reason.
+
+    Args:
+        frames: (path, line) where it broke, innermost last.
+    """
     # A break that cannot be handled names two: what broke, and why it could not go on after it.
     text = text.split("Graph break encountered:")[-1].split("*** While handling this graph break")[0]
     text = re.sub(r"^\s*Encountered graph break when attempting to trace [^\n]*\n", "", text)
-    # Dynamo leaves the traceback out where it broke before.
-    frames = FRAME.findall(traceback) or re.findall(r"in user code at (.+):(\d+)", head)
     return _reason(text, user_frame(frames))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -12,7 +15,7 @@ from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
 from pgraph.reasons import Reason
 
-__all__ = ["NOT_ON_A_DEVICE", "choose", "close_all", "ghost_peaks"]
+__all__ = ["NOT_ON_A_DEVICE", "Preview", "choose", "close_all", "ghost_peaks", "previewing"]
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,32 @@ NOT_ON_A_DEVICE = Reason("no-device", "the graph's tensors are on the CPU, where
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
 _noticed = False
+
+
+@dataclasses.dataclass(slots=True)
+class Preview:
+    """What is compiled for the CPU now is tried on the host driver, and judged as if it were on CUDA.
+
+    Args:
+        graphs: that the host driver got although nobody had asked for it.
+    """
+
+    graphs: int = 0
+
+
+preview: Preview | None = None
+"""The one in force."""
+
+
+@contextlib.contextmanager
+def previewing() -> Iterator[Preview]:
+    """Preview what is compiled in the block."""
+    global preview
+    before, preview = preview, Preview()
+    try:
+        yield preview
+    finally:
+        preview = before
 
 
 def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
@@ -44,6 +73,9 @@ def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
             "option driver='cuda' but torch.cuda.is_available() is False; use driver='host' to try pgraph on "
             "a CPU, or 'auto'"
         )
+    if preview is not None and wanted == "auto":
+        preview.graphs += 1
+        return _get(torch.device("cpu"))
     _notice_once()
     return None
 

@@ -9,14 +9,14 @@ from pgraph.explanation.findings import Change, Findings, PartitionExplanation
 from pgraph.reasons import Reason
 from pgraph.text import amount
 
-__all__ = ["place", "render"]
+__all__ = ["gain", "partition_lines", "place", "render", "summary"]
 
 _SHOWN_OPS = 4
 
 
 def render(explanation: Findings, *, times: bool) -> str:
     """All of it; see `Explanation.render`."""
-    lines = _summary(explanation, times)
+    lines = summary(explanation, times=times)
     if explanation.changes:
         lines += ["", "What to change first:"]
         for number, change in enumerate(explanation.changes, 1):
@@ -26,7 +26,7 @@ def render(explanation: Findings, *, times: bool) -> str:
         if partition.graph != graph:
             lines += ["", f"{partition.kind} {partition.graph}"]
             graph = partition.graph
-        lines += _partition(partition, times)
+        lines += partition_lines(partition, times=times)
     return "\n".join(lines) + "\n"
 
 
@@ -39,7 +39,8 @@ def place(reason: Reason) -> str | None:
     return f"{reason.where}: {source}" if source else reason.where
 
 
-def _summary(explanation: Findings, times: bool) -> list[str]:
+def summary(explanation: Findings, *, times: bool) -> list[str]:
+    """The verdict, and what holds for the program as a whole: a sentence per line."""
     run = [p for p in explanation.partitions if p.calls]
     captured = sum(p.state == "captured" for p in run)
     verdict = f"{captured} of {len(run)} partitions captured"
@@ -52,16 +53,22 @@ def _summary(explanation: Findings, times: bool) -> list[str]:
     if times:
         done, total = explanation.seconds
         shares.append(f"host time {done * 1e6:,.0f} of {total * 1e6:,.0f} us")
+    if explanation.stopped:
+        verdict += f", {amount(len(explanation.stopped), 'function')} compiled no more"
+        verdict += f", {amount(explanation.outside_ops, 'op')} not compiled"
     lines = [
         f"pgraph: {verdict}" + (f", {amount(cuts, 'graph break')}" if cuts else ""),
         f"captured: {', '.join(shares)}",
     ]
+    if explanation.preview:
+        lines.append(
+            "preview without a GPU: judged as if on CUDA, tried on the host driver; times are the CPU's"
+        )
     if explanation.exec_bytes:
         lines.append(f"memory of the recordings: {explanation.exec_bytes:,} B of execs")
     lines += [f"peak statistics: {peaks}" for peaks in explanation.ghost_peaks]
     if explanation.uncompiled:
-        ops = sum(count for _, count in explanation.uncompiled)
-        lines.append(f"not compiled: {amount(ops, 'op')}: {_ops(explanation.uncompiled)}")
+        lines.append(f"not compiled: {amount(explanation.outside_ops, 'op')}: {_ops(explanation.uncompiled)}")
     return lines
 
 
@@ -71,17 +78,21 @@ def _share(part: float, whole: float) -> str:
 
 
 def _change(number: int, change: Change, explanation: Findings, times: bool) -> list[str]:
-    reason = change.reason
-    if reason in explanation.breaks:
-        gain = "joins what lies before and after the break, and compiles what Python runs there"
-    else:
-        gain = f"{amount(change.ops, 'more device op')} captured"
-        if change.graphs > 0:
-            gain += f", {amount(change.graphs, 'partition')} fewer"
-        if times and change.seconds:
-            gain += f", of {change.seconds * 1e6:,.0f} us outside now"
-    lines = [f"  {number}. {gain}"]
-    return lines + _reason(reason, " " * 5)
+    return [f"  {number}. {gain(change, explanation, times=times)}", *_reason(change.reason, " " * 5)]
+
+
+def gain(change: Change, explanation: Findings, *, times: bool) -> str:
+    """What a change is good for."""
+    if change.reason in explanation.stopped:
+        return "compiles and captures the calls that run eagerly now"
+    if change.reason in explanation.breaks:
+        return "joins what lies before and after the break, and compiles what Python runs there"
+    what = f"{amount(change.ops, 'more device op')} captured"
+    if change.graphs > 0:
+        what += f", {amount(change.graphs, 'partition')} fewer"
+    if times and change.seconds:
+        what += f", of {change.seconds * 1e6:,.0f} us outside now"
+    return what
 
 
 def _reason(reason: Reason, indent: str) -> list[str]:
@@ -92,7 +103,8 @@ def _reason(reason: Reason, indent: str) -> list[str]:
     return lines
 
 
-def _partition(partition: PartitionExplanation, times: bool) -> list[str]:
+def partition_lines(partition: PartitionExplanation, *, times: bool) -> list[str]:
+    """What is known of one partition, indented by its depth."""
     calls = f" x {partition.calls}" if partition.calls > 1 else ""
     took = f", {partition.seconds * 1e6:,.0f} us" if times and partition.seconds is not None else ""
     lines = [
@@ -112,7 +124,7 @@ def _partition(partition: PartitionExplanation, times: bool) -> list[str]:
             f"peak {partition.plan_peak:,} B, eager {partition.eager_peak:,} B"
         )
     if times and partition.saved_s is not None:
-        lines.append(f"    {_gain(partition)}")
+        lines.append(f"    {_saved(partition)}")
     if partition.splits:
         cost = f", in {partition.split_s:.1f} s" if times else ""
         lines.append(f"    split by pgraph itself {amount(partition.splits, 'time')}{cost}")
@@ -121,7 +133,7 @@ def _partition(partition: PartitionExplanation, times: bool) -> list[str]:
     return lines
 
 
-def _gain(partition: PartitionExplanation) -> str:
+def _saved(partition: PartitionExplanation) -> str:
     """What its captures save, and when they have paid for themselves."""
     saved, cost = partition.saved_s, f"captured in {partition.capture_s * 1e3:,.0f} ms"
     assert saved is not None

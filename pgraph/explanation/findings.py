@@ -22,8 +22,8 @@ class PartitionExplanation:
         kind: "forward", "backward" or "inference".
         graph: number of the graph in this process.
         partition: position in the graph.
-        state: "captured", "uncaptured", "too small", "refused", "set aside", "warming up" or
-            "not run".
+        state: "captured", "uncaptured", "too small", "refused", "set aside", "waiting", "warming up"
+            or "not run".
         ops: (name, count) of its device ops.
         kernels: nodes of the capture in use; None if there is none.
         captures: made so far, one per set of sizes and alignments.
@@ -109,6 +109,8 @@ class Findings:
         uncompiled: (name, count) of the ops of one step that run outside compiled code.
         steps: how often the program was run.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
+        stopped: functions that Dynamo compiles no more, in the whole process.
+        preview: there is no GPU, so it was judged as if on CUDA and tried on the host driver.
     """
 
     partitions: tuple[PartitionExplanation, ...]
@@ -117,6 +119,8 @@ class Findings:
     uncompiled: tuple[tuple[str, int], ...]
     steps: int
     ghost_peaks: tuple[GhostPeaks, ...] = ()
+    stopped: tuple[Reason, ...] = ()
+    preview: bool = False
 
     @property
     def exec_bytes(self) -> int:
@@ -125,7 +129,7 @@ class Findings:
 
     @property
     def complete(self) -> bool:
-        """All that is compiled is captured, except draws of seeds, and no graph break cuts it.
+        """All that is compiled is captured, except draws of seeds; no graph break cuts it, no limit ends it.
 
         A captured partition has reasons if some of its specializations are refused.
         """
@@ -134,12 +138,18 @@ class Findings:
             for p in self.partitions
             if p.state != "not run" and p.device_ops
         )
-        return done and bool(self.partitions) and not self.breaks
+        return done and bool(self.partitions) and not self.breaks and not self.stopped
 
     @property
     def device_ops(self) -> tuple[int, int]:
-        """(captured, all) device ops of one step."""
-        return self._shares(lambda p: p.device_ops * p.calls)
+        """(captured, all) device ops of one step; with those outside, if Dynamo stopped compiling some."""
+        captured, compiled = self._shares(lambda p: p.device_ops * p.calls)
+        return captured, compiled + (self.outside_ops if self.stopped else 0)
+
+    @property
+    def outside_ops(self) -> int:
+        """Ops of one step that run outside compiled code."""
+        return sum(count for _, count in self.uncompiled)
 
     @property
     def kernels(self) -> tuple[int, int]:
@@ -162,6 +172,7 @@ class Findings:
         shares = {"device_ops": self.device_ops, "kernels": self.kernels, "seconds": self.seconds}
         return {
             "complete": self.complete,
+            "preview": self.preview,
             "steps": self.steps,
             "exec_bytes": self.exec_bytes,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
@@ -177,6 +188,7 @@ class Findings:
                 for p in self.partitions
             ],
             "uncompiled": dict(self.uncompiled),
+            "stopped": [dataclasses.asdict(r) for r in self.stopped],
             "breaks": [dataclasses.asdict(r) for r in self.breaks],
             "changes": [dataclasses.asdict(c) for c in self.changes],
         }

@@ -5,7 +5,9 @@ Every partition that runs is watched (`pgraph.runtime.observe`); what comes of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from pgraph.explanation.findings import Change, PartitionExplanation
 from pgraph.options import parse
 from pgraph.partition import facts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, statistics
+from pgraph.runtime import functions, observe, registry, statistics
 
 __all__ = ["explain"]
 
@@ -28,9 +30,18 @@ _MEASURED = 3
 
 
 def explain(
-    fn: Callable[..., Any], *, steps: int | None = None, dynamic: bool | None = None, **options: Any
+    fn: Callable[..., Any],
+    *,
+    steps: int | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **named: Any,
 ) -> Callable[..., Explanation]:
     """Explain what pgraph makes of a program: ``pgraph.explain(model)(x)``.
+
+    On a machine without a GPU it is a preview, unless a driver is chosen: what is compiled now is judged as
+    if it were on CUDA and tried on the host driver. A program that was compiled for pgraph before its first
+    call stays there until `torch._dynamo.reset()`.
 
     Args:
         fn: a model or function; compiled here, unless it is compiled with pgraph or calls something that
@@ -40,6 +51,7 @@ def explain(
             compiled.
         dynamic: as for `torch.compile`.
         options: as for ``torch.compile(..., backend="pgraph", options=...)``.
+        named: options by name, as in ``explain(model, warmup=2)``.
 
     Returns:
         A function of `fn`'s arguments. It runs `fn` on them several times, side effects included.
@@ -51,12 +63,16 @@ def explain(
         raise OptionError(f"explain: steps is {steps!r}. Fix: pass an int of at least 1, or None")
     if not callable(fn):
         raise OptionError(f"explain: {fn!r} is no model or function. Fix: pass what you would call")
-    if "options" in options:
-        raise OptionError("explain: pass options by name, as in explain(fn, warmup=2), not as options={...}")
-    parse(options)
+    parse(options)  # which may be no dict
+    if twice := sorted(set(options or {}) & set(named)):
+        raise OptionError(
+            f"explain: {twice} are given twice. Fix: give each once, by name or in options={{...}}"
+        )
+    chosen = {**(options or {}), **named}
+    parse(chosen)
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
-        return _Explainer(fn, steps, dynamic, options).explain(args, kwargs)
+        return _Explainer(fn, steps, dynamic, chosen).explain(args, kwargs)
 
     return run
 
@@ -69,8 +85,19 @@ class _Explainer:
     ) -> None:
         self._fn, self._steps, self._dynamic, self._options = fn, steps, dynamic, options
         self._history: list[list[observe.Run]] = []
+        self._compiles = False
+        free = "driver" not in options and not os.environ.get("PGRAPH_DRIVER")
+        self._previews = free and not torch.cuda.is_available()
 
     def explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+        """Run the program, and tell."""
+        if not self._previews:
+            return self._explain(args, kwargs)
+        with choice.previewing() as preview:
+            found = self._explain(args, kwargs)
+        return dataclasses.replace(found, preview=self._compiles or preview.graphs > 0)
+
+    def _explain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
         known = {id(partition) for partition in registry.live_partitions()}
         with compat.hearing_graph_breaks() as heard:
             self._prepare(args, kwargs, heard)
@@ -99,9 +126,24 @@ class _Explainer:
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
         calls = {p.graph: p.calls for p in reversed(partitions)}
         found = _breaks(graphs, heard)
-        changes = _changes(partitions, graphs, calls, found)
-        steps = len(self._history) + 1
-        return Explanation(partitions, found, changes, tuple(between.items()), steps, choice.ghost_peaks())
+        if not seen:  # what was skipped before has left nothing else behind
+            skipped = [f.skipped for f in functions.live() if f.skipped is not None]
+            heard_of = {(reason.sentence, reason.fix) for reason in found}
+            found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
+        stopped = tuple(f.stopped for f in functions.live() if f.stopped is not None)
+        changes = (
+            *(Change(reason, 0, 0, 0.0) for reason in stopped),
+            *_changes(partitions, graphs, calls, found),
+        )
+        return Explanation(
+            partitions,
+            found,
+            changes,
+            tuple(between.items()),
+            len(self._history) + 1,
+            choice.ghost_peaks(),
+            stopped,
+        )
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
         """Compile the program, unless its first run shows that it is compiled already.
@@ -122,9 +164,10 @@ class _Explainer:
         from pgraph.backend import backend
 
         self._history.clear()
-        self._fn = torch.compile(
-            self._fn, backend=backend, dynamic=self._dynamic, options=self._options or None
-        )
+        # With a driver among the options, no later torch.compile of the same function gets a preview's code.
+        self._compiles = True
+        options = {**self._options, "driver": "host"} if self._previews else self._options
+        self._fn = torch.compile(self._fn, backend=backend, dynamic=self._dynamic, options=options or None)
 
     def _step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[observe.Run]:
         with observe.watching() as watch:
@@ -235,7 +278,7 @@ def _changes(
                 fewer += now[1] - then[1]
         changes.append(Change(reason, ops, fewer, _seconds(partitions, key)))
     for partition in partitions:
-        if partition.state == "refused":
+        if partition.state in ("refused", "waiting"):
             ops = partition.device_ops * max(partition.calls, 1)
             changes.append(Change(partition.reasons[-1], ops, 0, partition.seconds or 0.0))
         elif partition.state == "captured":  # other sizes or layouts of it are refused

@@ -31,11 +31,12 @@ from typing import Any
 from pgraph.environment import WORDS
 from pgraph.native.structs import check_sizes
 
-__all__ = ["address_of", "load", "load_call", "load_tensors", "load_workspaces"]
+__all__ = ["address_of", "load", "load_call", "load_tensors", "load_workspaces", "missing"]
 
 log = logging.getLogger(__name__)
 
 _HERE = pathlib.Path(__file__).parent
+_missing: dict[str, str] = {}  # source -> what goes without it, and why it is not there
 
 
 @functools.cache
@@ -54,8 +55,9 @@ def load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_build("rebind.c")))
         check_sizes(library)
     except (OSError, subprocess.SubprocessError) as e:
-        log.info("no native helper, launching from Python instead: %s", e)
+        _lack("rebind.c", "no native helper, launching from Python instead", e)
         return None
+    _missing.pop("rebind.c", None)
     library.pg_arena_take.restype = ctypes.c_uint64
     library.pg_arena_take.argtypes = [ctypes.c_void_p] + [ctypes.c_uint64] * 2
     library.pg_arena_activate.argtypes = [ctypes.c_void_p]
@@ -80,7 +82,7 @@ def load_call() -> Any | None:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (OSError, ImportError, subprocess.SubprocessError) as e:
-        log.info("no launches in C, the steps of a launch run in Python instead: %s", e)
+        _lack("launch.c", "no launches in C, the steps of a launch run in Python instead", e)
         return None
     return module
 
@@ -108,7 +110,7 @@ def load_workspaces() -> ctypes.CDLL | None:
         )
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
-        log.info("captures drop the cuBLAS workspaces of all streams: %s", e)
+        _lack("workspaces.cpp", "captures drop the cuBLAS workspaces of all streams", e)
         return None
     library.pg_drop_workspaces.restype = ctypes.c_int64
     library.pg_drop_workspaces.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
@@ -136,9 +138,21 @@ def load_tensors() -> ctypes.CDLL | None:
         path = _build("tensors.cpp", *flags, *_torch_flags(root, *names), tag=tag)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
-        log.info("Python functions make the results of launches: %s", e)
+        _lack("tensors.cpp", "Python functions make the results of launches", e)
         return None
     return library
+
+
+def missing() -> tuple[str, ...]:
+    """What is done without the helpers that could not be built so far, and why; () if nothing is missing."""
+    return tuple(_missing.values())
+
+
+def _lack(source: str, consequence: str, error: Exception) -> None:
+    """A helper is not there. The last line of what a compiler says tells most."""
+    log.info("%s: %s", consequence, error)
+    why = str(error).strip().splitlines() or [type(error).__name__]
+    _missing[source] = f"{consequence}: {why[-1]}"
 
 
 def address_of(function: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "is_neutral",
     "is_structural",
     "is_token",
+    "is_users",
     "op_name",
     "op_of",
     "output_values",
@@ -106,6 +108,8 @@ _OWN_ROOTS = tuple(
     os.path.join(os.path.realpath(package), "")
     for package in (os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 )
+_LIBRARY = os.path.join(os.path.realpath(sysconfig.get_paths()["stdlib"]), "")
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_structural(node: Node) -> bool:
@@ -275,9 +279,17 @@ def user_line(node: Node) -> str | None:
 def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
     """``file:line`` of the innermost of these (path, line) frames that is the user's own."""
     for path, line in reversed(frames):
-        if not path.startswith("<") and not os.path.realpath(path).startswith(_OWN_ROOTS):
+        if is_users(path):
             return f"{path}:{line}"
     return None
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither PyTorch's nor pgraph's nor Python's own."""
+    real = os.path.realpath(path)
+    if path.startswith("<") or real.startswith(_OWN_ROOTS):
+        return False
+    return not real.startswith(_LIBRARY) or any(folder in real for folder in _INSTALLED)
 
 
 def why(node: Node, code: str, sentence: str, fix: str = "") -> Reason:

@@ -11,6 +11,8 @@ back. A rule exists so that one known op does not cost its whole partition the g
 
 from __future__ import annotations
 
+import difflib
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,6 +21,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+from pgraph import compat
 from pgraph.errors import OptionError
 from pgraph.ops import name_rules as names
 from pgraph.ops import op_names
@@ -27,11 +30,22 @@ from pgraph.ops import value_rules as values
 from pgraph.ops.fx import is_neutral, is_structural, op_name, op_of, user_line, why
 from pgraph.reasons import Reason
 
-__all__ = ["RULES", "is_neutral", "mark_unsafe", "refusal", "unmark_unsafe", "user_line"]
+__all__ = [
+    "RULES",
+    "forget_judged",
+    "is_neutral",
+    "mark_unsafe",
+    "refusal",
+    "unmark_unsafe",
+    "user_line",
+]
 
 Rule = Callable[[Node, str], Reason | None]
 
+log = logging.getLogger(__name__)
+
 _marks: dict[str, tuple[str, str]] = {}
+_judged: set[str] = set()  # names of the ops in the graphs that were compiled since Dynamo was reset
 
 
 # --- the user's own marks
@@ -42,7 +56,8 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
 
     Marking the same op again replaces its texts, so that a module may be imported twice. `unmark_unsafe`
     takes a mark back; no reset does. Composite ops (``aten::linear``, ``aten::matmul``) are gone before
-    pgraph sees a graph: mark what they become, as `explain` names it.
+    pgraph sees a graph: mark what they become, as `explain` names it. A warning says that the op is not
+    registered yet, or is in graphs that are compiled already.
 
     Args:
         op: an op, a packet such as ``torch.ops.my.op``, or ``"my::op"`` (it need not exist yet).
@@ -50,7 +65,8 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
         fix: what a user of the op can change.
 
     Raises:
-        OptionError: `op` names no op, or a text is empty.
+        OptionError: `op` names no op, or one that no graph has (PyTorch has no such op, or it is composite);
+            or a text is empty.
     """
     name = _mark_name(op)
     for label, text in (("reason", reason), ("fix", fix)):
@@ -58,12 +74,45 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
             raise OptionError(
                 f"mark_unsafe({name!r}): {label} is {text!r}. Fix: say it in a sentence, it is what users see"
             )
+    if name not in _marks:
+        _check_that_it_helps(name)
     _marks[name] = (reason.strip(), fix.strip())
 
 
 def unmark_unsafe(op: OpOverload | OpOverloadPacket | str) -> None:
     """Take a mark back; an op that is not marked is left alone."""
     _marks.pop(_mark_name(op), None)
+
+
+def forget_judged() -> None:
+    """Dynamo was reset: what was compiled is compiled again."""
+    _judged.clear()
+
+
+def _check_that_it_helps(name: str) -> None:
+    """Say so where a mark can do nothing."""
+    namespace, _, short = name.partition("::")
+    if not compat.is_registered(name):
+        if namespace in ("aten", "prims"):
+            near = difflib.get_close_matches(short, dir(getattr(torch.ops, namespace)), n=1)
+            meant = f"did you mean {namespace}::{near[0]}?" if near else "explain names the ops of a program"
+            raise OptionError(f"mark_unsafe({name!r}): PyTorch has no such op. Fix: {meant}")
+        log.warning(
+            "mark_unsafe(%r): no such op is registered yet. Fix: check its name, or mark it after the import "
+            "that registers it",
+            name,
+        )
+    elif compat.is_composite(name):
+        raise OptionError(
+            f"mark_unsafe({name!r}): it is composite, so PyTorch replaces it by other ops before pgraph sees "
+            "a graph. Fix: mark what it becomes (aten::linear becomes aten::addmm), as explain names it"
+        )
+    if name in _judged:
+        log.warning(
+            "mark_unsafe(%r): it is in graphs that are compiled already, and they keep it. Fix: mark it "
+            "before the first call, or call torch._dynamo.reset()",
+            name,
+        )
 
 
 def _mark_name(op: Any) -> str:
@@ -82,14 +131,17 @@ def _mark_name(op: Any) -> str:
 
 
 def _marked(node: Node, device_type: str) -> Reason | None:
-    # Inductor's front end takes many ops apart; what is left of one still names it.
-    origin = node.meta.get("original_aten")
-    known = (op_name(op_of(node)), op_name(origin) if isinstance(origin, OpOverload) else "")
-    name = next((name for name in known if name in _marks), None)
+    name = next((name for name in _names(node) if name in _marks), None)
     if name is None:
         return None
     reason, fix = _marks[name]
     return why(node, "marked", f"{name} is marked unsafe: {reason}", fix)
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    """Inductor's front end takes many ops apart; what is left of one still names it."""
+    origin = node.meta.get("original_aten")
+    return op_name(op_of(node)), *((op_name(origin),) if isinstance(origin, OpOverload) else ())
 
 
 def _unsafe_subgraph(node: Node, device_type: str) -> Reason | None:
@@ -152,8 +204,13 @@ RULES: Final[tuple[Rule, ...]] = (
 # Values inside a subgraph are scalars of one kernel; what they come from is judged at the op itself.
 _OUTER_RULES: Final = frozenset({values.no_metadata, values.other_device, values.host_only})
 
+# They ask how CUDA does it, and not where the tensors are.
+_OF_CUDA: Final = frozenset({values.grouped})
 
-def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reason | None:
+
+def refusal(
+    node: Node, *, device_type: str, rng_is_safe: bool = False, as_cuda: bool = False
+) -> Reason | None:
     """Why `node` must stay out of every graph, or None when it may be captured.
 
     Args:
@@ -162,6 +219,7 @@ def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reaso
         device_type: type of the device that is captured, e.g. ``"cuda"``; the host driver captures
             ``"cpu"``.
         rng_is_safe: the launcher moves the generator itself, so that random ops may be captured.
+        as_cuda: the CPU stands for a GPU: what holds for kernels of CUDA holds for its ops.
 
     Returns:
         The first refusal in the order of `RULES`. None for neutral nodes too (`is_neutral`), unless
@@ -169,10 +227,11 @@ def refusal(node: Node, *, device_type: str, rng_is_safe: bool = False) -> Reaso
     """
     if is_structural(node):
         return None
+    _judged.update(_names(node))
     for rule in RULES:
         if rng_is_safe and rule is ops.random:
             continue
-        found = rule(node, device_type)
+        found = rule(node, "cuda" if as_cuda and rule in _OF_CUDA else device_type)
         if found is not None:
             return found
     return None

@@ -25,6 +25,7 @@ from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
+from pgraph.text import amount
 
 __all__ = ["Admission", "Code"]
 
@@ -87,7 +88,8 @@ class Admission:
         self._pending: tuple[Specialization, Reason, Dispatch | None] | None = None
 
     def reset(self) -> None:
-        """Begin anew. Called with the partition's lock held."""
+        """Begin anew: all captures are freed. Called with the partition's lock held."""
+        self._stats.forget_captures()
         self._pending = None
         self._refusals = self._failures = 0
         self._given_up.clear()
@@ -109,6 +111,7 @@ class Admission:
             specialization = self._cache.captured.find(args)
             if specialization is None:
                 if not self._sizes.wanted(args):
+                    self._wait(self._sizes.unlisted(args))
                     return None
                 if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
                     self.insist(self._stats.reason)
@@ -120,8 +123,10 @@ class Admission:
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
-            due = capture and specialization.due(self._options.warmup)
-            if due and self._cache.pays(specialization) and self._cache.has_room(specialization, args):
+            due = capture and specialization.due(self._options.warmup) and self._cache.pays(specialization)
+            if due and not self._cache.has_room(specialization, args):
+                self._wait(self._sizes.too_many(self._cache.limit))
+            elif due:
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, self._capture, specialization, args)
                 else:
@@ -130,6 +135,12 @@ class Admission:
             if specialization.state is State.REFUSED:
                 self._give_up(args)
         return specialization
+
+    def _wait(self, reason: Reason) -> None:
+        """Calls like this one run uncaptured for now, and maybe for ever: say why."""
+        if self._stats.waits is None:
+            self._stats.waits = reason
+            log.info("%s: %s", self._stats.name, reason)
 
     def _give_up(self, args: Sequence[Any]) -> None:
         """Next time, look no further than the sizes: what never launches should cost no more than that."""
@@ -166,6 +177,16 @@ class Admission:
                 self.piece.captured()
                 self.piece = None
             self._cache.add(specialization, program)
+            nodes, chunks = len(built.template.nodes), len(built.execs)
+            log.info(
+                "%s captured in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
+                self._stats.name,
+                built.seconds * 1e3,
+                amount(nodes, "node"),
+                amount(chunks, "chunk"),
+                self._stats.captures,
+                self._stats.capture_s * 1e3,
+            )
             self._sizes.captured(args)
             trimming.captured(self._stats.name, self._driver)
             progress.captured()

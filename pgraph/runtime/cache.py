@@ -280,6 +280,12 @@ class SpecializationCache:
         return self._keeper.admits(specialization.use, runs, held.use, captures, self._stats.launches)
 
     @property
+    def limit(self) -> str:
+        """The option that keeps further captures out, with its value."""
+        most = self._options.max_captures
+        return f"max_captures={most}" if most is not None and self._count >= most else self._told_limit
+
+    @property
     def _told_limit(self) -> str:
         return f"capture_memory_mb={self._limit >> 20}"
 

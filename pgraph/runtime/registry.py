@@ -6,12 +6,25 @@ import dataclasses
 import weakref
 from typing import Any
 
+from pgraph import compat
 from pgraph.drivers import choice
+from pgraph.native import libraries
 from pgraph.partition.facts import GraphFacts, PartitionFacts
+from pgraph.runtime import functions
 from pgraph.runtime.protocols import Counted
 from pgraph.runtime.statistics import Report
 
-__all__ = ["forget", "live_capturable", "live_partitions", "register", "renew", "report", "unregister"]
+__all__ = [
+    "all_gone",
+    "belongs",
+    "forget",
+    "live_capturable",
+    "live_partitions",
+    "register",
+    "renew",
+    "report",
+    "unregister",
+]
 
 
 _partitions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -32,6 +45,26 @@ def renew(graph: GraphFacts) -> None:
     for partition in list(_partitions):
         if partition.stats.facts.graph.number == graph.number:
             partition.stats.facts = dataclasses.replace(partition.stats.facts, graph=graph)
+
+
+def belongs(number: int, parameter: Any) -> None:
+    """A graph belongs to the model with this parameter: when that goes, the report tells.
+
+    Another model of the same class may still run the graph, and then it lives.
+    """
+    if parameter is not None:
+        weakref.finalize(parameter, _gone, number).atexit = False
+
+
+def all_gone() -> None:
+    """Dynamo was reset, and calls none of today's partitions again (but where code waits to be resumed)."""
+    _gone(None)
+
+
+def _gone(number: int | None) -> None:
+    for partition in list(_partitions):
+        if number is None or partition.stats.facts.graph.number == number:
+            partition.stats.gone = partition.stats.calls
 
 
 def live_partitions() -> list[Any]:
@@ -56,4 +89,11 @@ def forget() -> None:
 
 def report() -> Report:
     """Counters of this process, now."""
-    return Report(tuple(partition.stats for partition in live_partitions()), choice.ghost_peaks())
+    asked = any(getattr(backend, "compiler_name", None) == "pgraph" for backend in compat.known_backends())
+    return Report(
+        tuple(partition.stats for partition in live_partitions()),
+        choice.ghost_peaks(),
+        functions.live(),
+        asked,
+        libraries.missing(),
+    )

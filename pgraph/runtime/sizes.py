@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from pgraph import compat
+from pgraph.reasons import Reason
 
 __all__ = ["Dimension", "Sizes", "dimensions", "symbols_in"]
 
@@ -95,6 +96,21 @@ class Sizes:
     def wanted(self, args: Sequence[Any]) -> bool:
         """Whether sizes like these are to be captured."""
         return not self.listed or all(d.of(args) in self.listed for d in self.dimensions)
+
+    def unlisted(self, args: Sequence[Any]) -> Reason:
+        """Why sizes like these wait for ever."""
+        odd = [f"{d.label} is {d.of(args)}" for d in self.dimensions if d.of(args) not in self.listed]
+        listed = ", ".join(map(str, sorted(self.listed)))
+        return Reason("size-not-listed", f"{' and '.join(odd)}, and option capture_sizes lists {listed}")
+
+    @staticmethod
+    def too_many(limit: str) -> Reason:
+        """Why sizes wait while others are captured.
+
+        Args:
+            limit: the option that keeps them out, with its value.
+        """
+        return Reason("too-many-sizes", f"more sizes or layouts take turns than option {limit} lets in")
 
     def captured(self, args: Sequence[Any]) -> None:
         """Note the sizes of a capture; say once that another one was made because of them."""

@@ -12,13 +12,14 @@ from pgraph.capture.build import Built
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
+from pgraph.runtime.functions import FunctionStats
 from pgraph.runtime.specialization import Standing, State
 from pgraph.text import amount
 
 __all__ = ["PartitionState", "PartitionStats", "Report"]
 
 PartitionState = Literal[
-    "captured", "uncaptured", "too small", "refused", "set aside", "warming up", "not run"
+    "captured", "uncaptured", "too small", "refused", "set aside", "waiting", "warming up", "not run"
 ]
 
 
@@ -42,6 +43,7 @@ class PartitionStats:
         split_s: seconds that these splits took, compilation included.
         standings: of its specializations.
         waits: why some of them wait for a capture, although they have run often enough.
+        gone: calls when its model was deleted, or Dynamo was reset; None before.
     """
 
     name: str
@@ -59,6 +61,17 @@ class PartitionStats:
     split_s: float = 0.0
     standings: list[Standing] = dataclasses.field(default_factory=list)
     waits: Reason | None = None
+    gone: int | None = None
+
+    @property
+    def calls(self) -> int:
+        """Served by a launch or by its own code."""
+        return self.launches + self.uncaptured_runs
+
+    @property
+    def dead(self) -> bool:
+        """Its model was deleted, or Dynamo was reset, and it was not called since."""
+        return self.gone is not None and self.gone == self.calls
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
@@ -72,6 +85,11 @@ class PartitionStats:
     def released(self, built: Built) -> None:
         """Its execs are let go (evicted, reset, refused)."""
         self.exec_bytes -= sum(e.nbytes for e in built.execs)
+
+    def forget_captures(self) -> None:
+        """All of them were freed by a reset, as if there had been none."""
+        self.captures = self.nodes = self.slots = self.chunks = self.exec_bytes = 0
+        self.capture_s = 0.0
 
     def give_up(self, reason: Reason) -> None:
         """What was split from it could not be captured either: this is why, for all that was refused."""
@@ -119,12 +137,14 @@ class PartitionStats:
             return "refused"
         if State.SET_ASIDE in states:
             return "set aside"
+        if self.waits is not None:
+            return "waiting"
         return "warming up" if self.uncaptured_runs else "not run"
 
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
         counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del counters["facts"], counters["standings"], counters["waits"]
+        del counters["facts"], counters["standings"], counters["waits"], counters["gone"]
         return {
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,
@@ -132,6 +152,7 @@ class PartitionStats:
             "partition": self.facts.index or 0,
             "piece": self.facts.piece,
             "state": self.state,
+            "dead": self.dead,
             "device_ops": self.facts.device_ops,
             "ops": dict(self.facts.ops),
             **counters,
@@ -146,10 +167,22 @@ class Report:
     Args:
         partitions: in the order of the graphs, and of the partitions in each.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
+        functions: that Dynamo was asked to compile for pgraph, since it was reset.
+        asked: whether torch.compile was called with pgraph since then.
+        missing: what is done without the native helpers that could not be built, and why.
     """
 
     partitions: tuple[PartitionStats, ...]
     ghost_peaks: tuple[GhostPeaks, ...] = ()
+    functions: tuple[FunctionStats, ...] = ()
+    asked: bool = False
+    missing: tuple[str, ...] = ()
+
+    @property
+    def dead(self) -> tuple[PartitionStats, ...]:
+        """Those whose model was deleted, or which Dynamo has forgotten; `pgraph.reset()` frees what they
+        hold."""
+        return tuple(p for p in self.partitions if p.dead)
 
     @property
     def capturable(self) -> tuple[PartitionStats, ...]:
@@ -211,9 +244,10 @@ class Report:
         return sum(s.state is State.ON_TRIAL for p in self.partitions for s in p.standings)
 
     def summary(self) -> str:
-        """One line: captures, nodes, slots, launches, rewritten nodes, fallbacks, splits, memory."""
+        """One line: captures and their time, nodes, slots, launches, rewritten nodes, refusals, splits,
+        memory."""
         return (
-            f"pgraph: {amount(self.captures, 'capture')}, {amount(self.nodes, 'node')}, "
+            f"pgraph: {_captures(self.captures, self.capture_s)}, {amount(self.nodes, 'node')}, "
             f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
             f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.refused, 'refusal')}"
             f"{_of_splits(self.splits, self.split_s)}{_of_execs(self.exec_bytes)}"
@@ -236,22 +270,45 @@ class Report:
             "capture_s": self.capture_s,
             "split_s": self.split_s,
             "ghost_peaks": [dataclasses.asdict(peaks) for peaks in self.ghost_peaks],
+            "missing": list(self.missing),
+            "functions": [function.to_dict() for function in self.functions],
             "partitions": [p.to_dict() for p in self.partitions],
         }
 
     def __str__(self) -> str:
         lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
+        lines += [f"  {lack}" for lack in self.missing]
+        if self.dead:
+            held = sum(p.captures for p in self.dead)
+            lines.append(
+                f"  of models that are gone: {amount(len(self.dead), 'partition')}, "
+                f"{amount(held, 'capture')}{_of_execs(sum(p.exec_bytes for p in self.dead))}; "
+                "pgraph.reset() frees them"
+            )
+        if self.asked and not self.partitions:
+            what = (
+                "this" if self.functions else "what was compiled with it was not called, or Dynamo skips it"
+            )
+            lines.append(f'  nothing has reached pgraph: {what} (TORCH_LOGS="+dynamo" says more)')
+        for function in sorted(self.functions, key=lambda function: function.stopped is None):
+            if function.reason is not None or not self.partitions:
+                lines.append(f"  {function}")
         for p in self.partitions:
+            name = f"{p.name} (gone)" if p.dead else p.name
             if not p.facts.safe:
-                lines.append(f"  {p.name}: runs uncaptured{_of_splits(p.splits, p.split_s)}")
+                lines.append(f"  {name}: runs uncaptured{_of_splits(p.splits, p.split_s)}")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
-            what = f"{amount(p.captures, 'capture')}, {amount(p.nodes, 'node')} in "
+            what = f"{_captures(p.captures, p.capture_s)}, {amount(p.nodes, 'node')} in "
             what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
             what += f"{amount(p.launches, 'launch')}, {amount(p.uncaptured_runs, 'uncaptured run')}"
             what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
-            lines.append(f"  {p.name}: {what}" + (f"; {p.reason}" if p.reason else ""))
+            lines.append("; ".join([f"  {name}: {what}", *map(str, p.reasons)]))
         return "\n".join(lines)
+
+
+def _captures(number: int, seconds: float) -> str:
+    return amount(number, "capture") + (f" in {seconds * 1e3:,.0f} ms" if number else "")
 
 
 def _of_splits(splits: int, seconds: float) -> str:

@@ -1,0 +1,193 @@
+"""Dynamo: what becomes of the functions that it is asked to compile, also of those that reach no backend.
+
+Dynamo tells nobody of a function that it skips, or compiles no more. What it knows is told by two hooks: the
+callback at the end of a compilation, and the warning that a function was compiled too often. Which function,
+and for which backend, stands in the frame of its own `_compile`, below which both are called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import callback
+from torch._dynamo.exc import Unsupported, UserError
+
+__all__ = ["Compilation", "hear_compilations", "known_backends"]
+
+log = logging.getLogger(__name__)
+
+_DYNAMOS = "_dynamo/convert_frame.py"
+_RESUMED = re.compile(r"(?:.*\.)?torch_dynamo_resume_in_(.+)_at_(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compilation:
+    """One attempt of Dynamo's to compile a function.
+
+    Args:
+        name: of the function, e.g. ``"Block.forward"``; of the module, where PyTorch's own code is compiled.
+        where: ``file:line`` of its definition; None in PyTorch's own code.
+        backend: what it was compiled for; None if that was not found.
+        options: that torch.compile was given.
+        guard: Dynamo's text about the guard that failed, if the function was compiled before.
+        error: Dynamo's text, if it gave up on the function.
+        frames: (path, line) of the user's frames where it did, innermost last.
+        breaks: Dynamo's texts about the graph breaks that it met.
+        limit: (name, value) of the setting that ends all compilations of this function.
+    """
+
+    name: str
+    where: str | None
+    backend: Any
+    options: Mapping[str, Any]
+    guard: str | None = None
+    error: str | None = None
+    frames: tuple[tuple[str, int], ...] = ()
+    breaks: tuple[str, ...] = ()
+    limit: tuple[str, int] | None = None
+
+
+def hear_compilations(
+    ended: Callable[[Compilation], None],
+    stopped: Callable[[Compilation], None],
+    begun_anew: Callable[[], None],
+) -> None:
+    """From now on, tell of each compilation that Dynamo ends, and of each that it refuses for a limit.
+
+    Seen on 2.13; the sources of 2.11 and 2.15 have the same. Somebody who silences Dynamo's warnings is not
+    told of limits.
+
+    Args:
+        ended: called after each compilation of a function, be it for any backend.
+        stopped: called at the call that would have to be compiled beyond the limit. What it raises goes out
+            of that call.
+        begun_anew: called by `torch._dynamo.reset()`.
+    """
+    handler: Any = callback.callback_handler
+
+    def on_end(args: Any) -> None:
+        if args.callback_trigger is not callback.CallbackTrigger.DYNAMO:
+            return
+        try:
+            found = _compilation()
+            if found is not None:
+                ended(found)
+        except Exception:  # a report must not end a compilation
+            log.debug("a compilation was not understood", exc_info=True)
+
+    clear = handler.clear
+
+    def clear_others() -> None:
+        """`torch._dynamo.reset()` drops all callbacks."""
+        clear()
+        handler.register_end_callback(on_end)
+        begun_anew()
+
+    handler.register_end_callback(on_end)
+    handler.clear = clear_others
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(_Limits(stopped))
+
+
+def known_backends() -> tuple[Any, ...]:
+    """The backends that torch.compile was given since the last reset; 2.13."""
+    cached = torch._dynamo.eval_frame.cached_backends
+    return tuple(_innermost(backend)[0] for backend in list(cached.values()))
+
+
+class _Limits(logging.Handler):
+    """Hears that a function is compiled no more, which is a warning with the facts as its arguments."""
+
+    def __init__(self, stopped: Callable[[Compilation], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._stopped = stopped
+
+    def emit(self, record: logging.LogRecord) -> None:
+        args = record.args
+        if not str(record.msg).startswith("torch._dynamo hit config.") or not isinstance(args, tuple):
+            return
+        found = _compilation()
+        if found is not None and len(args) >= 4 and isinstance(args[1], int):
+            self._stopped(
+                dataclasses.replace(found, limit=(str(args[0]), args[1]), guard=found.guard or str(args[3]))
+            )
+
+
+def _compilation() -> Compilation | None:
+    """The one that this is called from."""
+    frame: types.FrameType | None = sys._getframe()
+    inside = []
+    while frame is not None and not (
+        frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(_DYNAMOS)
+    ):
+        inside.append(frame)
+        frame = frame.f_back
+    if frame is None:
+        return None
+    known = frame.f_locals
+    code = known.get("code")
+    if not isinstance(code, types.CodeType):
+        return None
+    name, where = _identity(code, known.get("closure") or ())
+    backend, options = _innermost(known.get("compiler_fn"))
+    error = sys.exc_info()[1]
+    if not isinstance(error, (Unsupported, UserError)) or not _passes(error, inside):
+        error = None
+    reason = known.get("recompile_reason")
+    return Compilation(
+        name,
+        where,
+        backend,
+        options,
+        guard=str(reason) if reason else None,
+        error=str(error) if error is not None else None,
+        frames=tuple((f.filename, f.lineno or 0) for f in getattr(error, "real_stack", None) or ()),
+        breaks=tuple(str(text) for text in known.get("restart_reasons") or ()),
+    )
+
+
+def _passes(error: BaseException, frames: Sequence[types.FrameType]) -> bool:
+    """Whether an error is on its way through one of these frames; a caller's may be in the air as well."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame in frames:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _identity(code: types.CodeType, closure: Sequence[Any]) -> tuple[str, str | None]:
+    """Name and place of a function in the user's words."""
+    name: str = getattr(code, "co_qualname", code.co_name)
+    own = "/torch/_dynamo/" in code.co_filename.replace("\\", "/")
+    if own and "fn" in code.co_freevars and len(closure) == len(code.co_freevars):
+        # Dynamo's wrapper around a module of PyTorch's own, or a method of one: the module says more.
+        fn = closure[code.co_freevars.index("fn")].cell_contents
+        owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+        module = isinstance(owner, torch.nn.Module)
+        name = type(owner).__qualname__ if module else getattr(fn, "__qualname__", name)
+    if resumed := _RESUMED.match(name):
+        name = f"{resumed[1]}, resumed at line {resumed[2]}"
+    return name.replace("<locals>.", ""), None if own else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _innermost(backend: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a user gave to torch.compile, behind Dynamo's wrappers and DDP's, and the options."""
+    options: Mapping[str, Any] = {}
+    for _ in range(16):
+        inner = getattr(backend, "_torchdynamo_orig_backend", None)
+        if inner is None and (given := getattr(backend, "compiler_fn", None)) is not None:
+            options = getattr(backend, "kwargs", {}).get("options") or {}
+            inner = given
+        if inner is None:  # a method of DDPOptimizer's
+            inner = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+        if inner is None:
+            break
+        backend = inner
+    return backend, options

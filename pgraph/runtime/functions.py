@@ -1,0 +1,88 @@
+"""The functions that Dynamo was asked to compile for pgraph, and what has become of them.
+
+A record is text and numbers. It lives until `torch._dynamo.reset()`, which lets Dynamo begin anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pgraph.reasons import Reason
+
+__all__ = ["FunctionStats", "forget", "found", "graph_arrived", "graphs_arrived", "live"]
+
+
+@dataclasses.dataclass(slots=True)
+class FunctionStats:
+    """What Dynamo made of one function.
+
+    Args:
+        name: e.g. ``"Block.forward"``.
+        where: ``file:line`` of its definition, if it is the user's own.
+        compilations: how often Dynamo has compiled it.
+        graphs: that it made of it for pgraph.
+        guards: that failed, so that it was compiled again; each once.
+        stopped: why it is compiled no more.
+        skipped: why nothing of it was compiled when Dynamo tried last.
+    """
+
+    name: str
+    where: str | None
+    compilations: int = 0
+    graphs: int = 0
+    guards: list[str] = dataclasses.field(default_factory=list)
+    stopped: Reason | None = None
+    skipped: Reason | None = None
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why some or all of its calls run eagerly."""
+        return self.stopped or self.skipped
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.reason is None:
+            return f"{self.name}: compiled x {self.compilations}"
+        what = "compiled no more" if self.stopped is not None else "skipped by Dynamo"
+        return f"{self.name}: {what}; {self.reason}"
+
+
+_functions: dict[tuple[str, str | None], FunctionStats] = {}
+_arrived = 0
+
+
+def found(name: str, where: str | None) -> FunctionStats:
+    """The record of a function."""
+    return _functions.setdefault((name, where), FunctionStats(name, where))
+
+
+def live() -> tuple[FunctionStats, ...]:
+    """Those that made a graph or have a reason why not; what works on no tensors is not worth a word."""
+    return tuple(
+        dataclasses.replace(one, guards=list(one.guards))
+        for one in list(_functions.values())
+        if one.graphs or one.reason is not None
+    )
+
+
+def graph_arrived() -> None:
+    """Dynamo has handed a graph over. It compiles one function at a time."""
+    global _arrived
+    _arrived += 1
+
+
+def graphs_arrived() -> int:
+    """How many since this was asked last."""
+    global _arrived
+    number, _arrived = _arrived, 0
+    return number
+
+
+def forget() -> None:
+    """Dynamo begins anew."""
+    _functions.clear()
+    graphs_arrived()

@@ -1,0 +1,266 @@
+"""Nothing is silent: what Dynamo skips, or compiles no more, is told by report, explain and hard mode."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import MLP, host
+from support_explain import lines
+from torch import Tensor, nn
+
+import pgraph
+from pgraph.compiler.graph_breaks import from_text
+from pgraph.errors import FullCaptureError
+from pgraph.runtime import registry
+
+
+class Layer(nn.Module):
+    """A block with a number of its own, by which Dynamo specializes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight, self.number = nn.Parameter(torch.ones(4)), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).relu() + self.number
+
+
+def blocks(count: int, **options: Any) -> Any:
+    compiled = [host(Layer(i), **options) for i in range(count)]
+
+    def step(x: Tensor) -> Tensor:
+        for block in compiled:
+            x = block(x)
+        return x
+
+    return step
+
+
+@pytest.fixture(autouse=True)
+def few() -> Iterator[None]:
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield
+
+
+# -- compiled too often ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["heard", "before"])
+def test_a_function_that_is_compiled_no_more_comes_first(late: bool) -> None:
+    """Also if it happened before anybody asked."""
+    step, x = blocks(5), torch.randn(2, 4)
+    with torch.no_grad():
+        if late:
+            step(x)
+        found = pgraph.explain(step)(x)
+    (reason,) = found.stopped
+    assert found.changes[0].reason == reason
+    assert reason.code == "recompile-limit"
+    assert "self.number == 2" in reason.sentence
+    assert "recompile_limit is 3" in reason.sentence
+    assert "Layer.forward 3 times" in reason.sentence
+    assert "allow_unspec_int_on_nn_module" in reason.fix
+    assert lines(found)[0] == "def forward(self, x: Tensor) -> Tensor:"
+    assert not found.complete
+    assert found.device_ops == (9, 15)  # two layers of three ops run eagerly
+    assert "3 of 3 partitions captured, 1 function compiled no more, 6 ops not compiled" in str(found)
+    assert "9 of 15 (60 %)" in str(found)
+    assert found.to_dict()["stopped"][0]["code"] == "recompile-limit"
+
+
+def test_the_report_has_it_too() -> None:
+    step = blocks(5)
+    for _ in range(2):
+        step(torch.randn(2, 4))
+    report = pgraph.report()
+    (function,) = report.functions
+    assert (function.name, function.compilations, function.graphs) == ("Layer.forward", 3, 3)
+    assert function.stopped is not None
+    assert "self.number == 1" in function.guards
+    assert str(report).splitlines()[1].startswith("  Layer.forward: compiled no more; [recompile-limit]")
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    torch._dynamo.reset()
+    assert pgraph.report().functions == ()
+
+
+def test_hard_mode_refuses_to_run_eagerly() -> None:
+    """At the call that would be compiled once too often, and at every later one."""
+    step = blocks(4, require_full_capture=True)
+    for _ in range(2):
+        with pytest.raises(FullCaptureError, match=r"Layer\.forward stays.*\n.*\n.*\[recompile-limit\]"):
+            step(torch.ones(4))
+
+
+def test_other_backends_limits_are_none_of_ours() -> None:
+    for i in range(5):
+        torch.compile(Layer(i), backend="eager", dynamic=False)(torch.ones(4))
+    assert pgraph.report().functions == ()
+
+
+@pytest.mark.parametrize(
+    ("calls", "fix"),
+    [
+        (lambda fn: [fn(torch.ones(n)) for n in range(2, 7)], "dynamic=True"),
+        (lambda fn: [fn(torch.ones(2), past_key_values=n) for n in range(5)], "use_cache=False"),
+        (lambda fn: [fn(torch.ones(2), scale=n) for n in range(5)], "the same in all calls"),
+    ],
+)
+def test_the_fix_fits_the_guard(calls: Any, fix: str) -> None:
+    def fn(x: Tensor, past_key_values: int = 0, scale: int = 0) -> Tensor:
+        return x * 2 + past_key_values + scale
+
+    calls(host(fn))
+    (function,) = pgraph.report().functions
+    assert function.stopped is not None
+    assert fix in function.stopped.fix
+    assert "recompile_limit" in function.stopped.fix
+
+
+# -- skipped whole -----------------------------------------------------------------------------------
+
+
+def looping(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x * 2
+        torch._dynamo.graph_break()
+    return x
+
+
+def test_what_dynamo_skips_is_in_the_report() -> None:
+    host(nn.LSTM(4, 4))(torch.randn(3, 2, 4))
+    host(looping)(torch.ones(3))
+    report = str(pgraph.report())
+    assert "nothing has reached pgraph" in report
+    assert "LSTM: skipped by Dynamo; [graph-break] Dynamo does not trace torch.nn.RNN" in report
+    assert "looping: skipped by Dynamo; [graph-break]" in report
+    assert f"{__file__}:" in report
+    host(lambda x: x * 2 + 1)(torch.ones(3))
+    report = str(pgraph.report())
+    assert "nothing has reached" not in report
+    assert "looping: skipped by Dynamo" in report
+
+
+def test_what_was_skipped_before_is_explained() -> None:
+    """Dynamo tells only once; nothing of it runs in a partition."""
+    run = host(looping)
+    run(torch.ones(3))
+    found = pgraph.explain(run)(torch.ones(3))
+    assert [r.code for r in found.breaks] == ["graph-break"]
+    assert not found.complete
+    assert "torch._dynamo.graph_break()" in lines(found)
+
+
+def test_what_says_nothing_is_told_of_as_well() -> None:
+    """A generator is skipped without a word."""
+
+    def numbers(x: Tensor) -> Any:
+        yield x + 1
+
+    assert "nothing has reached" not in str(pgraph.report())
+    list(host(numbers)(torch.ones(3)))
+    assert "nothing has reached pgraph" in str(pgraph.report())
+
+
+def test_a_function_that_compiles_after_all_is_no_news() -> None:
+    """It is another call of the same function that counts."""
+
+    def fn(x: Tensor, broken: bool) -> Tensor:
+        return looping(x) if broken else x * 2
+
+    compiled = host(fn)
+    compiled(torch.ones(3), True)
+    assert pgraph.report().functions[0].skipped is not None
+    torch._dynamo.reset()
+    compiled(torch.ones(3), False)
+    (function,) = pgraph.report().functions
+    assert (function.skipped, function.graphs) == (None, 1)
+    assert "skipped" not in str(pgraph.report())
+
+
+def test_ddp_itself_is_not_traced() -> None:
+    """Its own breaks have one fix, and none of them is in Python's library."""
+    for text in ("method `set_runtime_stats_and_log` of class", "function `X._inside_ddp_forward` in file"):
+        reason = from_text(text, [(__file__, 3), (contextlib.__file__, 5)])
+        assert "DistributedDataParallel(torch.compile(model))" in reason.fix
+        assert reason.where == f"{__file__}:3"
+
+
+# -- sizes that wait ---------------------------------------------------------------------------------
+
+
+def test_sizes_that_match_no_call() -> None:
+    compiled = host(lambda x: x.sin() + 1, dynamic=True, capture_sizes=[8, 9])
+    found = pgraph.explain(lambda x: compiled(x))(torch.ones(16, 4))
+    (partition,) = found.partitions
+    assert partition.state == "waiting"
+    (reason,) = partition.reasons
+    assert reason.sentence == (
+        "dimension 0 of x is 16 and dimension 1 of x is 4, and option capture_sizes lists 8, 9"
+    )
+    assert [(c.reason, c.ops) for c in found.changes] == [(reason, 2)]
+    assert str(reason) in str(pgraph.report())
+    compiled(torch.ones(8, 9))
+    compiled(torch.ones(8, 9))
+    assert pgraph.report().partitions[0].state == "captured"
+
+
+def test_more_sizes_than_captures() -> None:
+    compiled = host(lambda x: x.sin() + 1, dynamic=True, max_captures=1)
+    for size in [3, 4, 5] * 4:
+        compiled(torch.ones(size))
+    (partition,) = pgraph.report().partitions
+    assert [reason.code for reason in partition.reasons] == ["too-many-sizes"]
+    assert "max_captures=1" in str(pgraph.report())
+
+
+# -- what is gone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_models_that_are_gone_are_told_apart(codegen: str, inductor_cache: Any) -> None:
+    """Dynamo keeps their code for others of the class, and the recordings live until a reset."""
+    first, second = Layer(0), MLP()
+    for module, size in ((first, 4), (second, 8)):
+        compiled = host(module, codegen)
+        for _ in range(3):
+            compiled(torch.randn(2, size)).sum().backward()
+    report = pgraph.report()
+    assert (report.captures, report.dead) == (4, ())
+    del first, module, compiled
+    gc.collect()
+    report = pgraph.report()
+    assert [p.dead for p in report.partitions] == [True, True, False, False]
+    assert "of models that are gone: 2 partitions, 2 captures" in str(report)
+    assert "(gone): 1 capture" in str(report)
+    third = Layer(0)
+    host(third, codegen)(torch.randn(2, 4)).sum().backward()
+    assert pgraph.report().dead == ()
+
+
+def test_a_reset_takes_the_counts_of_what_it_frees() -> None:
+    compiled = host(MLP())
+    for _ in range(3):
+        compiled(torch.randn(2, 8)).sum().backward()
+    pgraph.reset()
+    report = pgraph.report()
+    assert (report.captures, report.nodes, report.slots, report.capture_s, report.exec_bytes) == (0,) * 5
+    assert report.launches == 4
+    assert report.partitions[0].chunks == 0
+    for _ in range(2):
+        compiled(torch.randn(2, 8)).sum().backward()
+    assert pgraph.report().captures == 2
+
+
+def test_what_dynamo_has_forgotten_is_gone() -> None:
+    compiled = host(lambda x: x.sin() + 1)
+    kept = [compiled(torch.randn(2)) for _ in range(3)]
+    held = registry.live_partitions()
+    torch._dynamo.reset()
+    assert [p.dead for p in pgraph.report().partitions] == [True]
+    del kept, held
