@@ -99,6 +99,21 @@ def test_the_first_that_fits_is_found(
             assert in_c_(args) == in_python_(args) == next(iter(right), None)
 
 
+def test_strides_of_single_elements_are_not_in_the_key(program: Program) -> None:
+    """Guards do not look at them."""
+    layouts = [((3, 2), (5, 1)), ((3, 2), (9, 1)), ((1, 2), (9, 1)), ((0, 2), (9, 1))]
+    known = [Guards((TensorGuard(1, *layout, 0),), (ValueGuard(0, 42),)) for layout in layouts]
+    assert [part.number for part in numbered(known).parts] == [Number.STRIDE, Number.SIZE]
+    calls = serves(program, known) if libraries.load_call() is not None else ()
+    memory = torch.randn(64)
+    cases = [((3, 2), (9, 1), 1), ((1, 2), (7, 1), 2), ((0, 2), (7, 1), 3), ((3, 2), (7, 1), None)]
+    for size, stride, right in cases:
+        args = [42, memory.as_strided(size, stride)]
+        found = [i for _, i in numbered(known).candidates(args) if known[i].addresses(args) is not None]
+        assert found == ([] if right is None else [right])
+        assert [call(args) for call in calls] == [right] * len(calls)
+
+
 @given(known=st.lists(guards(), min_size=1, max_size=8), gone=st.sets(st.integers(0, 7)))
 def test_what_was_discarded_is_not_found(known: list[Guards], gone: set[int]) -> None:
     lookup: Lookup[str] = Lookup()
