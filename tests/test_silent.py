@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import pgraph
 from pgraph.compiler.graph_breaks import from_text
 from pgraph.errors import FullCaptureError
+from pgraph.explanation.session import _breaks
 from pgraph.runtime import registry
 
 
@@ -70,7 +71,7 @@ def test_a_function_that_is_compiled_no_more_comes_first(late: bool) -> None:
     assert not found.complete
     assert found.device_ops == (9, 15)  # two layers of three ops run eagerly
     assert "3 of 3 partitions captured, 1 function compiled no more, 6 ops not compiled" in str(found)
-    assert "9 of 15 (60 %)" in str(found)
+    assert str(found).count("9 of 15 (60 %)") == 2, "ops and kernels"
     assert found.to_dict()["stopped"][0]["code"] == "recompile-limit"
 
 
@@ -189,6 +190,15 @@ def test_ddp_itself_is_not_traced() -> None:
         reason = from_text(text, [(__file__, 3), (contextlib.__file__, 5)])
         assert "DistributedDataParallel(torch.compile(model))" in reason.fix
         assert reason.where == f"{__file__}:3"
+
+
+def test_a_break_is_told_once_where_its_place_is_known() -> None:
+    messages = [
+        f"Graph break in user code at {path}:3\nGraph Break Reason: Tensor.item()\nUser code traceback:\n"
+        for path in (__file__, torch.__file__)
+    ]
+    assert [reason.where for reason in _breaks([], messages)] == [f"{__file__}:3"]
+    assert [reason.where for reason in _breaks([], messages[1:])] == [None]
 
 
 # -- sizes that wait ---------------------------------------------------------------------------------

@@ -153,8 +153,11 @@ class Findings:
 
     @property
     def kernels(self) -> tuple[int, int]:
-        """(captured, all) kernels of one step; an op that is not captured counts as one."""
-        return self._shares(lambda p: (p.kernels if p.kernels is not None else p.device_ops) * p.calls)
+        """(captured, all) kernels of one step; an op that is not captured counts as one; see `device_ops`."""
+        captured, compiled = self._shares(
+            lambda p: (p.kernels if p.kernels is not None else p.device_ops) * p.calls
+        )
+        return captured, compiled + (self.outside_ops if self.stopped else 0)
 
     @property
     def seconds(self) -> tuple[float, float]:

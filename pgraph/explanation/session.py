@@ -253,7 +253,12 @@ def _breaks(graphs: Iterable[facts.GraphFacts], heard: Iterable[str]) -> tuple[R
     found = [reason for message in heard if (reason := from_log(message)) is not None]
     places = {reason.where for reason in found}
     found += [graph.broken for graph in graphs if graph.broken and graph.broken.where not in places]
-    return tuple(dict.fromkeys(found))
+    placed = {(reason.sentence, reason.fix) for reason in found if reason.where is not None}
+    return tuple(
+        reason
+        for reason in dict.fromkeys(found)
+        if reason.where is not None or (reason.sentence, reason.fix) not in placed
+    )
 
 
 def _changes(
