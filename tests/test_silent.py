@@ -232,12 +232,21 @@ def test_more_sizes_than_captures() -> None:
 # -- what is gone ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codegen", ["aten", "inductor"])
-def test_models_that_are_gone_are_told_apart(codegen: str, inductor_cache: Any) -> None:
+def test_inductors_graphs_know_their_model_too(inductor_cache: Any) -> None:
+    layer = Layer(0)
+    with torch.no_grad():
+        host(layer, "inductor")(torch.randn(2, 4))
+    assert [p.dead for p in pgraph.report().partitions] == [False]
+    del layer
+    gc.collect()
+    assert [p.dead for p in pgraph.report().partitions] == [True]
+
+
+def test_models_that_are_gone_are_told_apart() -> None:
     """Dynamo keeps their code for others of the class, and the recordings live until a reset."""
     first, second = Layer(0), MLP()
     for module, size in ((first, 4), (second, 8)):
-        compiled = host(module, codegen)
+        compiled = host(module)
         for _ in range(3):
             compiled(torch.randn(2, size)).sum().backward()
     report = pgraph.report()
@@ -249,7 +258,7 @@ def test_models_that_are_gone_are_told_apart(codegen: str, inductor_cache: Any) 
     assert "of models that are gone: 2 partitions, 2 captures" in str(report)
     assert "(gone): 1 capture" in str(report)
     third = Layer(0)
-    host(third, codegen)(torch.randn(2, 4)).sum().backward()
+    host(third)(torch.randn(2, 4)).sum().backward()
     assert pgraph.report().dead == ()
 
 
