@@ -51,6 +51,7 @@ class Backend:
         *,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
+        name: str | None = None,
     ) -> Callable[..., Any]:
         functions.graph_arrived()
         chosen = parse(options)

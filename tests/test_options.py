@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from typing import Any
 
@@ -224,3 +225,10 @@ def test_the_environment_reaches_a_compilation(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         compiled(torch.randn(4))
     assert pgraph.report().launches == 2
+
+
+def test_a_name_of_the_region_is_taken() -> None:
+    """torch.compile hands it to the backend since 2.15."""
+    backend = functools.partial(pgraph.backend.Backend(), name="a region")
+    compiled = torch.compile(lambda x: x + 1, backend=backend, options={"driver": "host"})
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
