@@ -101,7 +101,10 @@ def test_no_circles() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+SOURCES = files() + sorted(path for kind in ("c", "cpp", "h") for path in ROOT.rglob(f"*.{kind}"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_read_at_one_go(path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) <= LINES
 

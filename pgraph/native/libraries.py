@@ -36,6 +36,7 @@ __all__ = ["address_of", "load", "load_call", "load_tensors", "load_workspaces",
 log = logging.getLogger(__name__)
 
 _HERE = pathlib.Path(__file__).parent
+_PARTS = ("launch.h", "launch_match.h", "launch_run.h", "launch_read.h")
 _missing: dict[str, str] = {}  # source -> what goes without it, and why it is not there
 
 
@@ -75,7 +76,7 @@ def load_call() -> Any | None:
         return None
     abi = sysconfig.get_config_var("SOABI")
     try:
-        path = str(_build("launch.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}"))
+        path = str(_build("launch.c", f"-I{sysconfig.get_path('include')}", tag=f"-{abi}", parts=_PARTS))
         loader = importlib.machinery.ExtensionFileLoader("_pgraph_launch", path)
         spec = importlib.util.spec_from_file_location("_pgraph_launch", path, loader=loader)
         assert spec is not None
@@ -167,10 +168,22 @@ def _torch_flags(root: pathlib.Path, *names: str) -> list[str]:
     return ["-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}", *(f"-l{name}" for name in names)]
 
 
-def _build(file: str, *flags: str, tag: str = "", header: tuple[str, str] | None = None) -> pathlib.Path:
-    """The shared library made of a source beside this file; `header`: a macro, and the file that it names."""
+def _build(
+    file: str,
+    *flags: str,
+    tag: str = "",
+    header: tuple[str, str] | None = None,
+    parts: tuple[str, ...] = (),
+) -> pathlib.Path:
+    """The shared library made of a source beside this file.
+
+    Args:
+        header: a macro, and the text of the file that it names.
+        parts: files that the source includes.
+    """
     path = _HERE / file
-    digest = hashlib.sha256(path.read_bytes() + repr((flags, header)).encode()).hexdigest()[:16]
+    sources = b"".join(source.read_bytes() for source in (path, *(_HERE / part for part in parts)))
+    digest = hashlib.sha256(sources + repr((flags, header)).encode()).hexdigest()[:16]
     name = f"{path.stem}-{digest}{tag}-{sysconfig.get_platform()}.so"
     target = _cache_dir() / name
     if target.exists():
