@@ -144,19 +144,28 @@ static PyObject *addresses(PyObject *module, PyObject *const *given, Py_ssize_t 
 
 /* -- what Python sees --------------------------------------------------------------------------- */
 
+/* To be read from a dataclass and `Calls`; NULL with an error. */
+static pg_program *empty_program(PyObject *const *given, Py_ssize_t n, const char *usage)
+{
+    if (n != 2) {
+        PyErr_SetString(PyExc_TypeError, usage);
+        return NULL;
+    }
+    pg_program *p = zeroed(1, sizeof *p);
+    if (p) {
+        p->source = Py_NewRef(given[0]);
+        p->calls = Py_NewRef(given[1]);
+    }
+    return p;
+}
+
 /* program(Program, Calls) -> one of those that `call` looks into */
 static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
 {
     (void)module;
-    if (n != 2) {
-        PyErr_SetString(PyExc_TypeError, "program(Program, Calls)");
-        return NULL;
-    }
-    pg_program *p = zeroed(1, sizeof *p);
+    pg_program *p = empty_program(given, n, "program(Program, Calls)");
     if (!p)
         return NULL;
-    p->source = Py_NewRef(given[0]);
-    p->calls = Py_NewRef(given[1]);
     p->n_regions = (Py_ssize_t)number_field(p->source, "n_regions");
     p->n_blocks = (Py_ssize_t)number_field(p->source, "n_blocks");
     if (PyErr_Occurred() || read_calls(p, p->calls) ||
@@ -178,15 +187,9 @@ static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
 static PyObject *guards_alone(PyObject *module, PyObject *const *given, Py_ssize_t n)
 {
     (void)module;
-    if (n != 2) {
-        PyErr_SetString(PyExc_TypeError, "guards(Guards, Calls)");
-        return NULL;
-    }
-    pg_program *p = zeroed(1, sizeof *p);
+    pg_program *p = empty_program(given, n, "guards(Guards, Calls)");
     if (!p)
         return NULL;
-    p->source = Py_NewRef(given[0]);
-    p->calls = Py_NewRef(given[1]);
     PyObject *capsule = NULL;
     if (!read_calls(p, p->calls) && !read_guards(p, p->source))
         capsule = PyCapsule_New(p, GUARDS_ONLY, free_capsule);
