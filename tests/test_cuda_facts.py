@@ -62,6 +62,17 @@ def test_a_driver_is_not_closed_while_somebody_captures(monkeypatch: pytest.Monk
     assert not closing.is_alive()
 
 
+def test_peaks_that_cannot_be_made_right_lose_no_capture(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peaks = iter([(1, 1), (2, 2)])
+    monkeypatch.setattr(cuda.CudaDriver, "_peaks", lambda self: next(peaks))
+    monkeypatch.setattr(cuda, "restore", lambda *args: 1 / 0)
+    with cuda.CudaDriver(0).capture_lock():
+        pass
+    assert "peak statistics were not made right" in caplog.text
+
+
 class Graphs:
     """Graphs as the driver has them: lists of (graph, number of the node); copies keep the numbers."""
 

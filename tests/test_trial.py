@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,23 @@ def test_other_sizes_of_what_was_set_aside_are_not_captured(monkeypatch: pytest.
     tried.call()
     tried.call()
     assert tried.stats.captures == 1, "after a reset everything begins anew"
+
+
+def test_a_trial_that_another_thread_ends_is_launched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Tried(monkeypatch, launch_us=9, own_us=7)
+    tried.call()
+    (runner,) = registry.live_capturable()
+    cache, (one,) = runner._cache, runner.specializations()
+    assert one.trial is not None
+    found: list[Any] = []
+    with cache.lock:
+        other = threading.Thread(target=lambda: found.append(cache.captured_as(one)))
+        other.start()
+        other.join(0.2)
+        assert not found, "it waits for the other one's verdict"
+        one.trial, one.program = None, None
+    other.join(10)
+    assert found == [cache.captured]
 
 
 def test_what_gains_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import full_capture, progress, registry, trimming
 from pgraph.runtime.cache import SpecializationCache
+from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed, Resplitting
@@ -111,7 +112,7 @@ class Admission:
             specialization = self._cache.captured.find(args)
             if specialization is None:
                 if not self._sizes.wanted(args):
-                    self._wait(self._sizes.unlisted(args))
+                    self._wait(lambda: self._sizes.unlisted(args))
                     return None
                 if self._refusals >= _ATTEMPTS:  # captures are over, what there is still serves
                     self.insist(self._stats.reason)
@@ -123,9 +124,11 @@ class Admission:
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
-            due = capture and specialization.due(self._options.warmup) and self._cache.pays(specialization)
-            if due and not self._cache.has_room(specialization, args):
-                self._wait(self._sizes.too_many(self._cache.limit))
+            due = capture and specialization.due(self._options.warmup)
+            if due and not self._cache.pays(specialization):
+                self._wait(not_worth)
+            elif due and not self._cache.has_room(specialization, args):
+                self._wait(lambda: self._sizes.too_many(self._cache.limit))
             elif due:
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, self._capture, specialization, args)
@@ -136,11 +139,11 @@ class Admission:
                 self._give_up(args)
         return specialization
 
-    def _wait(self, reason: Reason) -> None:
-        """Calls like this one run uncaptured for now, and maybe for ever: say why."""
+    def _wait(self, why: Callable[[], Reason]) -> None:
+        """Calls like this one run uncaptured for now, and maybe for ever: say why, once."""
         if self._stats.waits is None:
-            self._stats.waits = reason
-            log.info("%s: %s", self._stats.name, reason)
+            self._stats.waits = why()
+            log.info("%s: %s", self._stats.name, self._stats.waits)
 
     def _give_up(self, args: Sequence[Any]) -> None:
         """Next time, look no further than the sizes: what never launches should cost no more than that."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
 from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, limit_of
-from pgraph.runtime.economy import Economy, not_worth
+from pgraph.runtime.economy import Economy
 from pgraph.runtime.keeping import WAITING, Keeper
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
@@ -27,8 +26,6 @@ from pgraph.runtime.statistics import PartitionStats
 from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["Captured", "SpecializationCache"]
-
-log = logging.getLogger(__name__)
 
 _budgets: dict[torch.device, Budget[Specialization]] = {}
 
@@ -70,8 +67,8 @@ class Captured:
 
 
 class SpecializationCache:
-    """Called with its lock held, but for `captured` and `latest`, which are read without it, and for `ran`
-    and `timed`, which take it.
+    """Called with its lock held, but for `captured` and `latest`, which are read without it, and for `ran`,
+    `timed` and `captured_as`, which take it.
 
     Args:
         driver: whose tensors count.
@@ -165,7 +162,8 @@ class SpecializationCache:
 
     def captured_as(self, specialization: Specialization) -> Captured:
         """What launches this one: with all others, or by itself while it is on trial."""
-        return Captured([specialization]) if specialization.trial is not None else self.captured
+        with self.lock:  # another thread's call may end the trial
+            return Captured([specialization]) if specialization.trial is not None else self.captured
 
     def get(self, args: list[Any]) -> Specialization | None:
         """The one for arguments like these, made if need be; None for tensors that lie nowhere."""
@@ -197,7 +195,7 @@ class SpecializationCache:
         found = self._known[guards] = Specialization(guards)
         found.addresses = self._addresses(guards)
         self._met.add(guards, found)
-        self._economy.met(self._stats.launches + self._stats.uncaptured_runs, trial.clock())
+        self._economy.met(self._stats.calls, trial.clock())
         self._stats.standings.append(found.standing)
         return found
 
@@ -218,14 +216,8 @@ class SpecializationCache:
         """Whether it is worth a capture, where sizes vary and host times are a device's."""
         if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
             return True
-        launches, runs = self._stats.launches, specialization.standing.runs
-        calls = launches + self._stats.uncaptured_runs
-        if self._economy.pays(runs, launches, calls, trial.clock()):
-            return True
-        if self._stats.waits is None:
-            self._stats.waits = not_worth()
-            log.info("%s: %s", self._stats.name, self._stats.waits)
-        return False
+        runs, stats = specialization.standing.runs, self._stats
+        return self._economy.pays(runs, stats.launches, stats.calls, trial.clock())
 
     @property
     def _steps_aside(self) -> bool:

@@ -175,9 +175,15 @@ class CudaDriver(Driver):
             yield
             # Not after a failure: the error's frames still hold ghosts.
             if self._peaks() != before:
-                with torch.cuda.device(self.device):
-                    if restore(self.device, *before):
-                        self._ledger.restored()
+                self._restore(before)
+
+    def _restore(self, peaks: tuple[int, int]) -> None:
+        try:
+            with torch.cuda.device(self.device):
+                if restore(self.device, *peaks):
+                    self._ledger.restored()
+        except Exception as e:  # the capture is good; the report tells what the peaks may have of it
+            log.warning("peak statistics were not made right: %s: %s", type(e).__name__, e)
 
     @contextlib.contextmanager
     def arena(self, layout: int) -> Iterator[Arena]:
