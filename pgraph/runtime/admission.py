@@ -139,10 +139,10 @@ class Admission:
                 self._give_up(args)
         return specialization
 
-    def _wait(self, why: Callable[[], Reason]) -> None:
+    def _wait(self, made: Callable[[], Reason]) -> None:
         """Calls like this one run uncaptured for now, and maybe for ever: say why, once."""
         if self._stats.waits is None:
-            self._stats.waits = why()
+            self._stats.waits = made()
             log.info("%s: %s", self._stats.name, self._stats.waits)
 
     def _give_up(self, args: Sequence[Any]) -> None:
