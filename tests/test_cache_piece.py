@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 
 MB = 1 << 20
@@ -36,7 +37,7 @@ class Allocator:
     backend: str = "native"
     taken: list[int] = dataclasses.field(default_factory=list)
 
-    def segments(self, include_traces: bool) -> list[dict[str, Any]]:
+    def segments(self) -> list[dict[str, Any]]:
         common = {"device": 0, "is_expandable": self.grows}
         return [
             common | {"segment_pool_id": (0, 0), "stream": 7, "total_size": self.reserved},
@@ -64,11 +65,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         "empty_cache": made.empty_cache,
         "get_allocator_backend": lambda: made.backend,
         "memory_stats": lambda: {"max_split_size": made.limit},
-        "memory_snapshot": made.segments,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch, "empty", made.empty)
+    monkeypatch.setattr(snapshot, "segments", made.segments)
     return made
 
 

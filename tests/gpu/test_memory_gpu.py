@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
+from pgraph.drivers.cuda import snapshot
 from pgraph.runtime import admission
 
 pytestmark = pytest.mark.gpu
@@ -457,3 +459,12 @@ def test_ten_thousand_calls_with_random_shapes() -> None:
     assert now[1] <= reserved + (4 << 20), f"{now[1] - reserved} bytes more are reserved{explain()}"
     assert now[2] <= used + (64 << 20), f"{now[2] - used} bytes more of the device are used{explain()}"
     assert len(built()) <= 4
+
+
+def test_the_allocators_log_leaves_its_arguments_alone() -> None:
+    """Note [Borrowed references]: a pool's number would be freed by the call that takes it."""
+    number = int("1000007")
+    before = sys.getrefcount(number)
+    for _ in range(20):
+        snapshot.log(0, (0, number))
+    assert sys.getrefcount(number) >= before

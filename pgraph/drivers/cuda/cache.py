@@ -19,6 +19,8 @@ from collections import Counter
 
 import torch
 
+from pgraph.drivers.cuda import snapshot
+
 __all__ = ["divides_blocks", "empty_into_one_piece"]
 
 _SHARE = 0.95  # of what is needed: small blocks come from segments of their own
@@ -48,7 +50,7 @@ def empty_into_one_piece(growth: int) -> None:
 def _reserved() -> Counter[int]:
     """Bytes of the current device's ordinary segments, by stream."""
     found: Counter[int] = Counter()
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
+    for segment in snapshot.segments():
         ordinary = tuple(segment["segment_pool_id"]) == (0, 0)
         if ordinary and segment["device"] == torch.cuda.current_device():
             found[segment["stream"]] += segment["total_size"]
@@ -64,4 +66,4 @@ def divides_blocks() -> bool:
 
 
 def _segments_grow() -> bool:
-    return any(s.get("is_expandable", False) for s in torch.cuda.memory_snapshot(include_traces=False))
+    return any(s.get("is_expandable", False) for s in snapshot.segments())

@@ -38,7 +38,7 @@ import torch
 from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
-from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.cuda import snapshot, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
 from pgraph.drivers.cuda.ghost import (
@@ -225,10 +225,9 @@ class CudaDriver(Driver):
 
     def framework_ranges(self) -> RangeMap | None:
         # Blocks in use, not whole segments: nothing points to memory that is free.
-        segments = torch.cuda.memory_snapshot(include_traces=False)
         blocks = [
             (block["address"], block["size"], 0)
-            for segment in segments
+            for segment in snapshot.segments()
             if segment["device"] == self.device.index
             for block in segment["blocks"]
             if block["state"] != "inactive"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import KernelParams, check, node_reason
 from pgraph.drivers.interface import Exec
 from pgraph.errors import CaptureError
@@ -46,9 +47,7 @@ def _moved_bytes(record: NodeRecord) -> int:
 def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
     """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
     segments = [
-        s
-        for s in torch.cuda.memory_snapshot(include_traces=False)
-        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+        s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
     ]
     largest = max(segments, key=lambda s: s["total_size"], default=None)
     if largest is not None and largest["total_size"] >= nbytes:

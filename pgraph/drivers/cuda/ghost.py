@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import check
 from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
 from pgraph.errors import DriverError
@@ -303,18 +304,19 @@ def read_trace(
     """Every allocation that the caching allocator placed in the arena, oldest first.
 
     Args:
-        pool: id of one of its pools. The allocator tells its log together with the state of all memory, which
-            takes long in a large program, or with that of one pool.
+        pool: id of one of its pools; that is faster.
         before: what was read before the log was cleared.
     """
-    found = _replayed(arena, (*pool, True), before)
+    found = _replayed(arena, pool, before)
     return found if len(found) >= arena.segments else _replayed(arena, None, before)
 
 
-def _replayed(arena: CudaArena, which: Any, before: Sequence[HiddenAllocation]) -> list[HiddenAllocation]:
+def _replayed(
+    arena: CudaArena, pool: tuple[int, int] | None, before: Sequence[HiddenAllocation]
+) -> list[HiddenAllocation]:
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
-    for entry in torch._C._cuda_memorySnapshot(which)["device_traces"][arena.device.index]:
+    for entry in snapshot.log(arena.device.index, pool):
         address = entry["addr"]
         if not arena.low <= address < arena.high:
             continue

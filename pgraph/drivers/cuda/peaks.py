@@ -14,6 +14,7 @@ import contextlib
 
 import torch
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.cache import divides_blocks
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, unlimited
 from pgraph.drivers.peak_stats import FreeBlock, Lift, lift
@@ -73,7 +74,7 @@ def _allocate_ghosts(device: torch.device, nbytes: int) -> None:
 def _free_blocks(device: torch.device) -> list[FreeBlock]:
     return [
         FreeBlock(block["size"], segment["stream"], segment["segment_type"] == "small")
-        for segment in torch.cuda.memory_snapshot(include_traces=False)
+        for segment in snapshot.segments()
         if tuple(segment["segment_pool_id"]) == (0, 0) and segment["device"] == device.index
         for block in segment["blocks"]
         if block["state"] == "inactive"

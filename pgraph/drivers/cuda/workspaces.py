@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.interface import Arena
 from pgraph.errors import CaptureError
 from pgraph.native import libraries
@@ -54,7 +55,7 @@ def lends(stream: int, nbytes: int) -> bool:
     address = library.pg_current_workspace(stream, nbytes) if library is not None else 0
     return any(
         block["address"] == address and block["size"] >= nbytes
-        for segment in (torch.cuda.memory_snapshot(include_traces=False) if address else ())
+        for segment in (snapshot.segments() if address else ())
         for block in segment["blocks"]
     )
 
