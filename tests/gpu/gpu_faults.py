@@ -174,7 +174,7 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
         _call(patch, exec, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
     elif step == "allocate":
         calls_of = driver.CudaDriver.native_calls
-        # Memory without a tensor is refused: then the launch in C asks for a tensor.
+        # Memory without a tensor is refused: then the launch in C asks for a tensor, and Python for that.
         refuse = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(lambda nbytes, where: 1)
         _KEEP.append(refuse)
 
@@ -183,7 +183,8 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
             if calls is None:
                 return None
             empty = raising(calls.empty, device_error)
-            return dataclasses.replace(calls, raw_alloc=libraries.address_of(refuse), empty=empty)
+            refused = libraries.address_of(refuse)
+            return dataclasses.replace(calls, raw_alloc=refused, empty=empty, made_on=None)
 
         patch.setattr(driver.CudaDriver, "native_calls", native_calls)
         patch.setattr(
