@@ -127,8 +127,10 @@ def _compile_inductor(
     kind: Kind = (
         "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
     )
-    driver = choice.choose(options.driver, gm)
-    return compile_partitions(gm, example_inputs, Context(driver, options, kind, compile_partition, origin))
+    driver, joint = choice.choose(options.driver, gm), compat.joint_of()
+    return compile_partitions(
+        gm, example_inputs, Context(driver, options, kind, compile_partition, origin, joint)
+    )
 
 
 def _aten(

@@ -199,6 +199,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
             offset = 4 if kind == "view" and rows > 1 else 0
             rows_seen = rows - 1 if offset else rows
             layout = TensorSpec((rows_seen, SIDE), (SIDE, 1), torch.float32, offset)
+            if kind == "halves":
+                layout = TensorSpec((rows, 2 * SIDE), (2 * SIDE, 1), torch.bfloat16, 0)
             outputs.append(OutputSpec(region=region.index, layout=layout))
             if kind == "same":
                 outputs.append(dataclasses.replace(outputs[-1], same=len(outputs) - 1))
@@ -223,7 +225,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
     execs = tuple(FakeExec(device, slots, chunk.first, chunk.last) for chunk in plan.chunks)
     tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
     built = Built(template, execs, device, 0.0)  # type: ignore[arg-type]
-    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards))
+    saved = frozenset(range(3, len(outputs))) if case.get("saved") else frozenset[int]()
+    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), saved)
 
 
 CASE = {

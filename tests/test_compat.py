@@ -589,3 +589,42 @@ def test_the_dispatcher_tells_composite_ops() -> None:
         assert compat.is_composite(name), name
     for name in ("aten::addmm", "aten::sin", "aten::native_dropout", "aten::_foreach_add", "no::such"):
         assert not compat.is_composite(name), name
+
+
+def test_a_forward_and_its_backward_know_of_each_other() -> None:
+    """What is saved are the results after those of the program, and both compilations find one object."""
+    seen: dict[str, Any] = {}
+
+    def compiler(kind: str) -> Any:
+        def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            seen[kind] = compat.joint_of(), compat.saved_results(gm), len(gm.graph.output_node().args[0])
+            return compat.boxed_module(gm)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    compiled = torch.compile(lambda x: (x.sin().exp(), x.cos()), backend=backend)
+    first, second = compiled(torch.randn(3, requires_grad=True))
+    (first.sum() + second.sum()).backward()
+    joint, saved, results = seen["forward"]
+    assert joint is not None
+    assert not joint.plain
+    assert seen["backward"][0] is joint
+    assert saved == frozenset(range(2, results))
+    assert compat.joint_of() is None
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    assert not compat.packed_by_others()
+    with torch.autograd.graph.save_on_cpu():
+        assert not compat.packed_by_others()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert compat.packed_by_others()
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.packed_by_others())
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(fn, torch.randn(3, requires_grad=True), use_reentrant=False)
+    assert seen == [False]

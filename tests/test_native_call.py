@@ -36,7 +36,7 @@ def _needed() -> None:
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     """Nodes, inputs (kept, death), memory (kind, birth, length, rows), slack of the plan."""
     memory = st.tuples(
-        st.sampled_from(["temp", "temp", "output", "view", "same", "part"]),
+        st.sampled_from(["temp", "temp", "output", "halves", "view", "same", "part"]),
         st.integers(0, 9),
         st.integers(0, 4),
         st.integers(1, 40),
@@ -47,6 +47,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "memory": draw(st.lists(memory, max_size=6)),
         "slack": draw(st.sampled_from([0, 4096, 1 << 20])),
         "workspace": draw(st.sampled_from([0, 1 << 20])),
+        "saved": draw(st.booleans()),
     }
 
 

@@ -9,6 +9,7 @@ A file for each part of PyTorch; whoever uses them imports them from here.
 from __future__ import annotations
 
 from pgraph.compat.aot import (
+    Joint,
     Tracing,
     boxed,
     boxed_module,
@@ -17,8 +18,11 @@ from pgraph.compat.aot import (
     donating,
     eager_backward,
     fake_mode_of,
+    joint_of,
     own_output_strides,
+    packed_by_others,
     partition_joint,
+    saved_results,
     static_inputs,
     tangents,
     tracing,
@@ -64,6 +68,7 @@ from pgraph.compat.tensors import (
 __all__ = [
     "WRAPPED_MUTATIONS",
     "Compilation",
+    "Joint",
     "Strides",
     "Tracing",
     "assert_size_stride",
@@ -87,10 +92,12 @@ __all__ = [
     "is_compiled",
     "is_composite",
     "is_registered",
+    "joint_of",
     "known_backends",
     "lazily",
     "output_strides",
     "own_output_strides",
+    "packed_by_others",
     "partition_joint",
     "partition_ops",
     "plain_symbol",
@@ -102,6 +109,7 @@ __all__ = [
     "returned_strides",
     "same_counter",
     "same_number",
+    "saved_results",
     "static_inputs",
     "symbol_source",
     "tangents",

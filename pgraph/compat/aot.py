@@ -17,6 +17,7 @@ from torch.fx.graph import _BoxedCodeGen
 from pgraph.compat.tensors import Strides
 
 __all__ = [
+    "Joint",
     "Tracing",
     "boxed",
     "boxed_module",
@@ -25,8 +26,11 @@ __all__ = [
     "donating",
     "eager_backward",
     "fake_mode_of",
+    "joint_of",
     "own_output_strides",
+    "packed_by_others",
     "partition_joint",
+    "saved_results",
     "static_inputs",
     "tangents",
     "tracing",
@@ -165,6 +169,53 @@ def static_inputs(gm: torch.fx.GraphModule, is_backward: bool) -> frozenset[int]
     names = {f"primals_{i + 1}" for i in static}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return frozenset(i for i, n in enumerate(placeholders) if n.name in names)
+
+
+@dataclasses.dataclass(slots=True)
+class Joint:
+    """What a forward and its backward know of each other.
+
+    Args:
+        plain: whether the backward has been compiled, and looks at what was saved by address alone.
+    """
+
+    plain: bool = False
+
+
+def joint_of() -> Joint | None:
+    """That of the forward or backward that is being compiled; None outside of it; 2.13, and in the sources of
+    2.11. AOTAutograd keeps one object for both, which carries it.
+    """
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return None
+    if not hasattr(metadata, "pgraph_joint"):
+        metadata.pgraph_joint = Joint()
+    found: Joint = metadata.pgraph_joint
+    return found
+
+
+def saved_results(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Positions of a forward graph's results that are saved for its backward; they may be the program's, too;
+    2.13, and in the sources of 2.11.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    first = getattr(metadata, "num_forward", None)
+    if first is None or getattr(metadata, "tokens", None):
+        return frozenset()
+    results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    return frozenset(i for i, value in enumerate(results) if i >= first and isinstance(value, torch.fx.Node))
+
+
+def packed_by_others() -> bool:
+    """Whether hooks get what autograd saves now, and they are not PyTorch's own; 2.11, 2.13.
+
+    Checkpointing drops what it gets, and `save_on_cpu` copies it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not (getattr(hooks[0], "__module__", None) or "").startswith("torch.")
 
 
 def donated_inputs() -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
 from pgraph.runtime.uncaptured import UncapturedPartition
 
-__all__ = ["Assembly", "SplitSource", "assemble"]
+__all__ = ["Assembly", "SplitSource", "assemble", "counts_from_storages"]
 
 Runner = PartitionRunner | UncapturedPartition
 
@@ -82,7 +82,7 @@ def assemble(
         inputs: its example inputs.
         split: of `gm`.
         facts: of each partition.
-        memory: of the inputs.
+        memory: of the inputs and results.
         keep_sources: whether the partitions may be split once more.
     """
     borders = Borders(gm, inputs, split, by_inductor=context.by_inductor)
@@ -110,16 +110,17 @@ def _may_be_split(context: Context, facts: PartitionFacts) -> bool:
 
 
 def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
-    """For each partition, what is known of its inputs.
+    """For each partition, what is known of its inputs and results.
 
     Args:
-        memory: of the inputs of the graph that was split.
+        memory: of those of the graph that was split.
     """
     position_of = {slot: i for i, slot in enumerate(split.input_slots)}
     # What one partition alone reads, no other partition and no result has, nor a view of it.
     reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
     # None stands for what an earlier partition made, of a gradient perhaps.
     unsteady = {None, *memory.gradients} if memory.gradients else set()
+    saved = {slot for i, slot in enumerate(split.output_slots) if i in memory.saved and isinstance(slot, int)}
     for call in split.calls:
         places = [position_of.get(slot) for slot in call.inputs]
         alone = [reads[slot] == 1 for slot in call.inputs]
@@ -127,6 +128,7 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
             static=frozenset(i for i, place in enumerate(places) if place in memory.static),
             donated=frozenset(i for i, place in enumerate(places) if place in memory.donated and alone[i]),
             gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
+            saved=frozenset(i for i, slot in enumerate(call.outputs) if slot in saved and reads[slot] == 1),
         )
 
 
@@ -144,6 +146,8 @@ def _runner(
         namespaces=compat.generated_namespaces(code),
         constants=_constants(module, code),
         static=memory.static,
+        saved=memory.saved,
+        joint=context.joint,
         dimensions=dimensions(module),
         watched=_watched(context, module, memory.gradients),
     )
@@ -162,10 +166,15 @@ def _watched(context: Context, module: GraphModule, lazy: Iterable[int]) -> dict
     if context.by_inductor:
         return dict.fromkeys(lazy, lazy_bits)
     inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
-    ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
-    if ops & op_names.STORAGE_OFFSETS:
+    if counts_from_storages(module):
         return dict.fromkeys(range(inputs), storage_facts)
     return dict.fromkeys(range(inputs) if context.kind == "backward" else lazy, lazy_bits_and_type)
+
+
+def counts_from_storages(module: GraphModule) -> bool:
+    """Whether an op of the graph depends on where in its storage a tensor begins."""
+    ops = {op_name(node.target) for node in module.graph.nodes if isinstance(node.target, OpOverload)}
+    return bool(ops & op_names.STORAGE_OFFSETS)
 
 
 def _constants(module: GraphModule, code: Any) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from pgraph import compat
-from pgraph.compiler.assemble import assemble
+from pgraph.compiler.assemble import assemble, counts_from_storages
 from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Memory
 from pgraph.compiler.resplit import Splitter
@@ -44,6 +44,8 @@ _numbers = itertools.count()
 
 def compile_partitions(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
     """Unwrap what draws nothing, cut one ATen graph, compile the partitions, and put a runner around them."""
+    if context.kind == "backward" and context.joint is not None:
+        context.joint.plain = not counts_from_storages(gm)
     if context.driver is None or (unwrapped := unwrap(gm)) is None:
         return _compile(gm, inputs, context)
     return unwrapped.around(_compile(unwrapped.module, unwrapped.inputs(inputs), context))
@@ -112,10 +114,11 @@ def _uncaptured(gm: GraphModule, inputs: Sequence[Any], context: Context, facts:
 
 
 def _memory(gm: GraphModule, context: Context) -> Memory:
-    """What the compilation under way knows of a graph's inputs."""
+    """What the compilation under way knows of a graph's inputs and results."""
     backward = context.kind == "backward"
     return Memory(
         static=compat.static_inputs(gm, backward),
         donated=frozenset(compat.donated_inputs() if backward else ()),
         gradients=tuple(compat.tangents(gm)) if backward else (),
+        saved=compat.saved_results(gm) if context.kind == "forward" and context.by_inductor else frozenset(),
     )

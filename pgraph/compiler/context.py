@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from pgraph.compat import Joint
 from pgraph.drivers.interface import Driver
 from pgraph.options import Options
 from pgraph.partition.facts import Kind
@@ -63,6 +64,7 @@ class Context:
         kind: of the graph.
         compile_partition: makes code of one partition.
         origin: of the graph.
+        joint: what the forward and the backward know of each other; None for an inference.
         account: of its automatic splits.
     """
 
@@ -71,6 +73,7 @@ class Context:
     kind: Kind
     compile_partition: CompilePartition
     origin: Origin = Origin()
+    joint: Joint | None = None
     account: Account = dataclasses.field(default_factory=Account)
 
     @property
@@ -81,14 +84,16 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of the inputs of a graph or of a partition, by position.
+    """What is known of the inputs and results of a graph or of a partition, by position.
 
     Args:
         static: the caller keeps their memory.
         donated: the code may overwrite them.
         gradients: no guard covers their lazy bits and types (Note [Unguarded arguments]).
+        saved: results that the backward gets (Note [Saved in one piece]).
     """
 
     static: frozenset[int]
     donated: frozenset[int]
     gradients: tuple[int, ...]
+    saved: frozenset[int] = frozenset()

@@ -20,7 +20,7 @@ from pgraph.drivers.native_calls import NativeCalls
 from pgraph.launch.guards import Guards
 from pgraph.launch.interpreter import Launched
 from pgraph.launch.lookup import Lookup, Number
-from pgraph.launch.program import Program, Source
+from pgraph.launch.program import Program, Source, view
 from pgraph.native import libraries
 
 __all__ = [
@@ -53,7 +53,7 @@ class Calls:
         tensor_type: the Python class whose objects hold a C++ tensor in place.
         tensor_offset, tensor_class: see `pgraph.compat.tensor_layout`.
         device: what the driver offers.
-        reinterpret: the maker of results that `make_alias` replaces.
+        reinterpret, view: the makers of results that `make_alias` replaces.
         number_of, make_tensor, make_alias: of `tensors.cpp`; None where Python functions make tensors.
     """
 
@@ -69,6 +69,7 @@ class Calls:
     tensor_class: int
     device: NativeCalls
     reinterpret: Callable[..., torch.Tensor]
+    view: Callable[..., torch.Tensor]
     number_of: int | None = None
     make_tensor: int | None = None
     make_alias: int | None = None
@@ -152,5 +153,6 @@ def _calls(driver: Driver) -> Calls | None:
         tensor_class=tensor_class,
         device=device,
         reinterpret=compat.reinterpret,
+        view=view,
         **made,
     )

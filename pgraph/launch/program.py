@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,30 +19,11 @@ import torch
 from pgraph.capture.build import Built
 from pgraph.compat import lazily, reinterpret
 from pgraph.drivers.interface import Exec
+from pgraph.launch.allocations import SAVED_MOST, Allocation, Places, in_pieces
 from pgraph.launch.guards import Guards
-from pgraph.template.plan import GRANULE, Chunk
 from pgraph.template.recording import OutputSpec, TensorSpec
 
-__all__ = ["Allocation", "ChunkLaunch", "Program", "Result", "Source", "program_of", "view"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
-    """One block of memory, allocated before a chunk is launched, or several in one piece.
-
-    Args:
-        block: its number; of the first, if there are several.
-        size, stride, dtype: of the tensor that is allocated.
-        raw: bytes, if no result lies in the block, so that it needs no tensor; else 0.
-        tenants: (region, bytes from the block's start) of each region that lives in it.
-    """
-
-    block: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    raw: int
-    tenants: tuple[tuple[int, int], ...]
+__all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of", "view"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +79,7 @@ class Program:
         guards: what must hold of the arguments.
         chunks: in the order of their launches.
         results: in the order of the partition's results; each may stand on earlier ones.
+        shared: positions of those that lie in one piece with others (Note [Saved in one piece]).
         n_regions, n_blocks: of the template's plan. The first regions are the inputs.
         workspace: (region, bytes) of the workspace that a library lends to each launch, or None.
         built: the template and the execs, which the program keeps alive (Note [Freed by reference]).
@@ -104,6 +88,7 @@ class Program:
     guards: Guards
     chunks: tuple[ChunkLaunch, ...]
     results: tuple[Result, ...]
+    shared: tuple[int, ...]
     n_regions: int
     n_blocks: int
     workspace: tuple[int, int] | None
@@ -113,59 +98,55 @@ class Program:
 _Layouts = dict[int, TensorSpec]  # by block
 _Types = dict[int, torch.dtype]
 
-_SMALL = 512 << 10
-_PIECE = 1 << 20  # more than that comes from another pool of the allocator, whose pieces are larger
 
+def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()) -> Program:
+    """The program of a partition that was captured for arguments of which `guards` hold.
 
-def program_of(built: Built, guards: Guards) -> Program:
-    """The program of a partition that was captured for arguments of which `guards` hold."""
+    Args:
+        saved: positions of results that may share memory (Note [Saved in one piece]).
+    """
     template = built.template
     direct, dtypes = _output_blocks(built)
-    results = tuple(_result(built, spec, direct, dtypes) for spec in template.outputs)
+    results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
-    chunks = tuple(
-        _chunk(
-            [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate],
-            built.execs[i] if chunk.last > chunk.first else None,
-            chunk,
-        )
-        for i, chunk in enumerate(template.plan.chunks)
-    )
+    small = _saved_blocks(built, results, saved)
+    sizes = {block: template.plan.blocks[block].nbytes for block in small}
+    chunks: list[ChunkLaunch] = []
+    places: Places = {}
+    for i, chunk in enumerate(template.plan.chunks):
+        each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
+        allocate, joined = in_pieces(each, frozenset(chunk.free), sizes)
+        exec = built.execs[i] if chunk.last > chunk.first else None
+        free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
+        chunks.append(ChunkLaunch(allocate, exec, free, chunk.release))
+        places |= joined
+    shared = sorted(position for block, position in small.items() if block in places)
+    for position in shared:
+        block, offset = places[results[position].index]
+        layout = (template.outputs[position].layout, offset)
+        results[position] = Result(Source.BLOCK, block, make=view, args=layout)
     # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
     assert len(chunks) < 2 or all(chunk.exec is not None for chunk in chunks), "a chunk without nodes"
     lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
     n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
-    return Program(guards, chunks, results, n_regions, n_blocks, lent, built)
+    return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)
 
 
-def _chunk(allocations: list[Allocation], exec: Exec | None, chunk: Chunk) -> ChunkLaunch:
-    """One launch, whose small blocks that die with it are allocated in few pieces.
-
-    A call of the allocator takes as long for a small block as for a large one. Results stay apart, however
-    small: `as_strided` in a later graph counts from the start of a result's storage.
-    """
-    pieces: list[Allocation] = []
-    joined: set[int] = set()
-    dying = frozenset(chunk.free)
-    last = -1  # the piece that may still grow
-    for one in allocations:
-        if not 0 < one.raw <= _SMALL or one.block not in dying:
-            pieces.append(one)
-        elif last >= 0 and pieces[last].raw + one.raw <= _PIECE:
-            pieces[last] = _join(pieces[last], one)
-            joined.add(one.block)
-        else:
-            last = len(pieces)
-            pieces.append(one)
-    return ChunkLaunch(tuple(pieces), exec, tuple(b for b in chunk.free if b not in joined), chunk.release)
-
-
-def _join(piece: Allocation, one: Allocation) -> Allocation:
-    """`one` behind `piece`; both are bytes, in multiples of what the allocator aligns to."""
-    assert piece.raw % GRANULE == 0, piece
-    tenants = tuple((region, piece.raw + offset) for region, offset in one.tenants)
-    nbytes = piece.raw + one.raw
-    return Allocation(piece.block, (nbytes,), (1,), torch.uint8, nbytes, piece.tenants + tenants)
+def _saved_blocks(built: Built, results: Sequence[Result], saved: Iterable[int]) -> dict[int, int]:
+    """Blocks of small results that nothing but the backward has, and the position of each result."""
+    template = built.template
+    regions = Counter(spec.region for spec in template.outputs)
+    found = {}
+    for position in saved:
+        result, spec = results[position], template.outputs[position]
+        if result.source is not Source.BLOCK or result.make is not None or regions[spec.region] > 1:
+            continue
+        assert spec.layout is not None
+        nbytes = template.plan.blocks[result.index].nbytes
+        dense = _nbytes(spec.layout) == math.prod(spec.layout.size) * spec.layout.dtype.itemsize
+        if 0 < nbytes <= SAVED_MOST and dense:
+            found[result.index] = position
+    return found
 
 
 def _output_blocks(built: Built) -> tuple[_Layouts, _Types]:

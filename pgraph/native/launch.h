@@ -14,7 +14,7 @@ typedef int (*fn_capturing)(void *stream, int *status);
 typedef uint64_t (*fn_workspace)(void *stream, uint64_t nbytes);
 typedef int64_t (*fn_number)(PyObject *dtype);
 typedef PyObject *(*fn_make)(int64_t ndim, const int64_t *layout, int64_t dtype, int64_t device, uint64_t *address);
-typedef PyObject *(*fn_alias)(const void *owner, int64_t ndim, const int64_t *layout, int64_t offset);
+typedef PyObject *(*fn_alias)(const void *owner, int64_t ndim, const int64_t *layout, int64_t offset, int64_t dtype);
 
 typedef struct { /* a device tensor among the arguments */
     Py_ssize_t position;
@@ -68,8 +68,9 @@ typedef struct {
     PyObject *constant;
     PyObject *make; /* Py_None: the owner itself */
     PyObject *args; /* of `make`, after the owner */
-    pg_layout made; /* where `make` is `reinterpret` */
+    pg_layout made; /* where `make` is `reinterpret`, or `view` of a block */
     int64_t offset; /* likewise: elements after the owner's first */
+    int64_t number; /* of another dtype than the owner's; -1: it is the owner's */
 } pg_result;
 
 enum { GUARDS, ALLOCATE, LAUNCH, FREE, RESULTS, N_PHASES };
@@ -101,7 +102,7 @@ typedef struct {
     fn_make make_tensor;
     fn_alias make_alias;
     int64_t made_on; /* the device, as `make_tensor` takes it */
-    PyObject *reinterpret;
+    PyObject *reinterpret, *view;
     int timed;
     uint64_t spent[N_PHASES]; /* nanoseconds, since timing was switched on */
 } pg_program;

@@ -222,9 +222,34 @@ static int read_chunks(pg_program *p, PyObject *chunks)
     return 0;
 }
 
+/* Of a result within a block: `view` of plain values. Its block begins where its storage does. */
+static int read_view(const pg_program *p, pg_result *r)
+{
+    PyObject *spec;
+    long long offset;
+    if (!PyArg_ParseTuple(r->args, "OL", &spec, &offset))
+        return -1;
+    PyObject *size = tuple_field(spec, "size"), *stride = tuple_field(spec, "stride"), *dtype = field(spec, "dtype");
+    PyObject *conj = field(spec, "conj"), *neg = field(spec, "neg");
+    long long own = number_field(spec, "offset"), unit = number_field(dtype, "itemsize");
+    if (PyErr_Occurred() || unit <= 0)
+        return -1;
+    r->number = p->number_of(dtype);
+    if (r->number < 0 || conj != Py_False || neg != Py_False || (offset + own) % unit)
+        return 0;
+    r->offset = (offset + own) / unit;
+    if (!(r->made.layout = layout_of(size, stride)))
+        return -1;
+    r->made.ndim = PyTuple_GET_SIZE(size);
+    return 0;
+}
+
 /* Of a result that `tensors.cpp` can make. */
 static int read_alias(const pg_program *p, pg_result *r)
 {
+    r->number = -1;
+    if (p->make_alias && p->number_of && r->make == p->view && r->source == BLOCK)
+        return read_view(p, r);
     if (!p->make_alias || r->make != p->reinterpret)
         return 0;
     PyObject *size, *stride;
@@ -286,6 +311,7 @@ static int read_calls(pg_program *p, PyObject *calls)
     p->make_tensor = (fn_make)address_field(calls, "make_tensor");
     p->make_alias = (fn_alias)address_field(calls, "make_alias");
     p->reinterpret = field(calls, "reinterpret");
+    p->view = field(calls, "view");
     p->handles_of = field(calls, "handles_of");
     p->dim = (fn_read)address_field(calls, "dim");
     p->size = (fn_read)address_field(calls, "size");

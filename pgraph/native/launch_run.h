@@ -121,7 +121,7 @@ static PyObject *result_of(const pg_program *p, const pg_frame *f, const pg_resu
     if (r->make == Py_None)
         return Py_NewRef(owner);
     void *handle = r->made.layout ? handle_in(p, owner) : NULL;
-    PyObject *made = handle ? p->make_alias(handle, r->made.ndim, r->made.layout, r->offset) : NULL;
+    PyObject *made = handle ? p->make_alias(handle, r->made.ndim, r->made.layout, r->offset, r->number) : NULL;
     if (made)
         return made;
     PyObject *args[4] = {owner};

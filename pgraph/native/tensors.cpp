@@ -60,14 +60,18 @@ extern "C" PyObject* pg_empty(int64_t ndim, const int64_t* layout, int64_t dtype
     }
 }
 
-/* A tensor in the storage of another one, with its type: its first element lies `offset` elements after the
- * other's. It is no view for autograd, and counts its changes in place by itself. */
-extern "C" PyObject* pg_alias(const at::TensorBase* owner, int64_t ndim, const int64_t* layout, int64_t offset)
+/* A tensor in the storage of another one: its first element lies `offset` elements after the other's. It is no
+ * view for autograd, and counts its changes in place by itself.
+ *
+ * dtype: -1 for the other's; else the elements are of this one, and the other begins where its storage does. */
+extern "C" PyObject* pg_alias(
+    const at::TensorBase* owner, int64_t ndim, const int64_t* layout, int64_t offset, int64_t dtype)
 {
     try {
         const auto n = static_cast<size_t>(ndim);
         at::TensorBase made = at::detail::make_tensor_base<c10::TensorImpl>(
-            c10::Storage(owner->storage()), owner->key_set(), owner->dtype());
+            c10::Storage(owner->storage()), owner->key_set(),
+            dtype < 0 ? owner->dtype() : c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(dtype)));
         made.unsafeGetTensorImpl()->set_sizes_and_strides(
             {layout, n}, {layout + n, n}, owner->storage_offset() + offset);
         return THPVariable_Wrap(made);

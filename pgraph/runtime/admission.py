@@ -45,12 +45,21 @@ class Code:
         namespaces: see `pgraph.capture.record.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
+        saved: positions of results that are saved for the backward.
+        joint: what is known of the backward.
     """
 
     run: Boxed
     namespaces: Sequence[dict[str, Any]] = ()
     constants: Sequence[torch.Tensor] = ()
     static: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    joint: compat.Joint | None = None
+
+    def sharing(self) -> frozenset[int]:
+        """Positions of results that may share memory (Note [Saved in one piece])."""
+        plain = self.joint is not None and self.joint.plain
+        return self.saved if plain and not compat.packed_by_others() else frozenset()
 
 
 class Admission:
@@ -165,7 +174,7 @@ class Admission:
                 kept_inputs=kept,
                 slack_bytes=self._options.memory_slack_mb << 20,
             )
-            program = program_of(built, specialization.guards)
+            program = program_of(built, specialization.guards, self.code.sharing())
         except (CaptureError, MatchError) as e:
             self.refuse(specialization, self._stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:

@@ -38,16 +38,18 @@ class Captured:
 
     Attributes:
         lookup: which of them is for which sizes.
+        shared: whether one of them makes results that share memory (Note [Saved in one piece]).
         native: launches in C, where that is possible; else None.
         in_python: launches by the interpreter in Python.
         launch: the usual way: in C, where that is possible. See `launch_first`.
     """
 
-    __slots__ = ("in_python", "launch", "lookup", "native", "programs", "specializations")
+    __slots__ = ("in_python", "launch", "lookup", "native", "programs", "shared", "specializations")
 
     def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
+        self.shared = any(program.shared for program in self.programs)
         self.lookup = numbered(s.guards for s in self.specializations)
         self.in_python = functools.partial(launch_first, self.programs, self.lookup)
         self.native = native_launch([s.native for s in self.specializations], self.lookup)

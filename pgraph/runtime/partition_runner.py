@@ -23,6 +23,7 @@ import torch
 from pgraph import compat
 from pgraph.drivers.interface import Driver
 from pgraph.errors import DriverError
+from pgraph.launch.allocations import apart
 from pgraph.launch.guards import Trait
 from pgraph.launch.interpreter import Launched
 from pgraph.options import Options
@@ -56,6 +57,7 @@ class PartitionRunner:
         namespaces: see `pgraph.capture.record.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
+        saved, joint: see `pgraph.runtime.admission.Code`.
         dimensions: sizes that may vary from call to call.
         watched: argument positions of which more must stay as captured than layout and alignment.
     """
@@ -70,6 +72,8 @@ class PartitionRunner:
         namespaces: Sequence[dict[str, Any]] = (),
         constants: Sequence[torch.Tensor] = (),
         static: frozenset[int] = frozenset(),
+        saved: frozenset[int] = frozenset(),
+        joint: compat.Joint | None = None,
         dimensions: tuple[Dimension, ...] = (),
         watched: Mapping[int, Trait] = MappingProxyType({}),
     ) -> None:
@@ -82,7 +86,7 @@ class PartitionRunner:
         self._instead: Boxed | None = None
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._cache = SpecializationCache(driver, options, watched, sizes, self.stats)
-        code = Code(plain, namespaces, constants, static)
+        code = Code(plain, namespaces, constants, static, saved, joint)
         self.admission = Admission(code, driver, options, self._cache, sizes, self.stats)
         registry.register(self)
 
@@ -134,6 +138,8 @@ class PartitionRunner:
         if launched is None:
             return self._run_uncaptured(args, specialization)
         results, rewritten, index = launched
+        if captured.shared and compat.packed_by_others():
+            apart(results, captured.programs[index].shared)
         if self._cache.latest is not captured.specializations[index]:
             with self._cache.lock:  # before this launch is counted: it is no use of the one before
                 self._cache.launched(captured.specializations[index])

@@ -1,0 +1,119 @@
+"""What a launch allocates: a block of memory, or several small ones in one piece.
+
+A call of the allocator takes as long for a small block as for a large one, and of the small ones it has, it
+hands out another one each time. So the fewer it is asked for, the less a launch takes, and the more addresses
+are the ones of last time.
+
+Note [Saved in one piece]
+What dies within a launch may share a piece with whatever dies with it. Results have owners, who may do what
+they like to their memory: free it, resize it, hand it to another stream. So they stay apart, but for small
+tensors that a forward saves for its backward and for nobody else. They then lie within a storage instead of
+at its start, which must not make a difference:
+
+* ``as_strided`` counts from the start of the storage. Inductor's code does not, but somebody else may run the
+  backward (compiled autograd). So its graph has no such op, which is known once it has been compiled.
+* Hooks on saved tensors get them. Those of PyTorch itself leave the storage alone. With others about, each
+  result is copied out of the piece (`apart`).
+* The piece lives until the last of them dies. They are small: `SAVED_MOST` bytes each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from pgraph.template.plan import GRANULE
+
+__all__ = ["PIECE_MOST", "SAVED_MOST", "TEMPORARY_MOST", "Allocation", "Places", "apart", "in_pieces"]
+
+SAVED_MOST = 16 << 10
+"""Bytes of a result that may share a piece: statistics of a normalization, for one."""
+
+TEMPORARY_MOST = 512 << 10
+"""Bytes of a temporary that may."""
+
+PIECE_MOST = 1 << 20
+"""Bytes of a piece: more comes from another pool of PyTorch's allocator, whose segments are larger."""
+
+Places = dict[int, tuple[int, int]]
+"""block -> (first block of its piece, bytes from the piece's start)"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """One block of memory, allocated before a chunk is launched, or several in one piece.
+
+    Args:
+        block: its number; of the first, if there are several.
+        size, stride, dtype: of the tensor that is allocated.
+        raw: bytes, if no result lies in the block, so that it needs no tensor; else 0.
+        tenants: (region, bytes from the block's start) of each region that lives in it.
+    """
+
+    block: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    raw: int
+    tenants: tuple[tuple[int, int], ...]
+
+
+def in_pieces(
+    allocations: Sequence[Allocation], dying: Collection[int], saved: Mapping[int, int]
+) -> tuple[tuple[Allocation, ...], Places]:
+    """The allocations of one chunk, small ones joined.
+
+    Args:
+        allocations: one for each block, in order.
+        dying: blocks that are freed after the launch.
+        saved: bytes of the blocks of results that may share a piece.
+
+    Returns:
+        Fewer allocations, in order; and where the blocks lie that share a piece.
+    """
+    small = {a.block: a.raw for a in allocations if 0 < a.raw <= TEMPORARY_MOST and a.block in dying}
+    results = {a.block: saved[a.block] for a in allocations if a.block in saved}
+    by_block = {a.block: a for a in allocations}
+    places: Places = {}
+    joined = {}
+    for sizes in (small, results):
+        for group in _grouped(sizes.items()):
+            joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
+    kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
+    return tuple(joined.get(a.block, a) for a in kept), places
+
+
+def _grouped(members: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Blocks that share a piece, in order; a piece of one is none."""
+    groups: list[list[int]] = []
+    filled = PIECE_MOST
+    for block, nbytes in members:
+        if filled + nbytes > PIECE_MOST:
+            groups.append([])
+            filled = 0
+        groups[-1].append(block)
+        filled += nbytes
+    return [group for group in groups if len(group) > 1]
+
+
+def _joined(blocks: Sequence[Allocation], sizes: Mapping[int, int], places: Places) -> Allocation:
+    """Blocks one behind the other, as bytes; `places` is told where."""
+    first, end, tenants = blocks[0], 0, list[tuple[int, int]]()
+    for one in blocks:
+        places[one.block] = first.block, end
+        tenants += ((region, end + offset) for region, offset in one.tenants)
+        end += sizes[one.block]
+        assert end % GRANULE == 0, blocks  # what the allocator aligns to
+    return Allocation(first.block, (end,), (1,), torch.uint8, end if first.raw else 0, tuple(tenants))
+
+
+def apart(results: list[torch.Tensor], shared: Sequence[int]) -> None:
+    """Give results that lie in pieces memory of their own; changes `results`.
+
+    Args:
+        shared: their positions.
+    """
+    for position in shared:
+        results[position] = results[position].clone()

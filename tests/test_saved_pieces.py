@@ -1,0 +1,235 @@
+"""Small tensors that a forward saves for its backward share memory (Note [Saved in one piece])."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pgraph
+from pgraph.compiler import assemble
+from pgraph.compiler.context import Memory
+from pgraph.launch.allocations import SAVED_MOST
+from pgraph.runtime import registry
+
+OPTIONS = {"driver": "host", "step_aside": False}
+CALLS = 5
+
+
+class Normalized(nn.Module):
+    """Linear layers with batch norms, whose statistics are saved."""
+
+    def __init__(self, layers: int = 3, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.norm = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for linear, norm in zip(self.linear, self.norm, strict=True):
+            x = torch.nn.functional.gelu(norm(linear(x)))
+        return x, x.mean(0)
+
+
+def shared() -> dict[str, int]:
+    """How many results share memory, by the kind of graph."""
+    found: dict[str, int] = {}
+    for partition in registry.live_capturable():
+        for program in partition._cache.captured.programs:
+            kind = partition.stats.facts.graph.kind
+            found[kind] = found.get(kind, 0) + len(program.shared)
+    return found
+
+
+def steps(
+    model: nn.Module,
+    call: Callable[..., Any],
+    *,
+    rows: int = 32,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[list[Tensor]]:
+    """Outputs, gradients and buffers of some training steps."""
+    torch.manual_seed(2)
+    found = []
+    for _ in range(CALLS):
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(rows, 16, requires_grad=True)
+        with around():
+            out = call(x)
+        (out[0].square().sum() + out[1].sum()).backward()
+        assert x.grad is not None
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([*(t.detach() for t in out), x.grad, *gradients, *(b.clone() for b in model.buffers())])
+    return found
+
+
+def compared(model: nn.Module, **settings: Any) -> None:
+    """pgraph's steps are Inductor's, bit for bit."""
+    twin = copy.deepcopy(model)
+    want = steps(twin, torch.compile(twin, backend="inductor"), **settings)
+    got = steps(model, torch.compile(model, backend="pgraph", options=OPTIONS), **settings)
+    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), f"step {step}"
+    assert pgraph.report().launches > CALLS, "the steps were launched"
+
+
+def test_small_results_that_are_saved_share_memory() -> None:
+    compared(Normalized())
+    found = shared()
+    assert found["forward"] >= 6, "mean and deviation of three norms"
+    assert found["backward"] == 0, "gradients are the program's own"
+
+
+def test_what_the_program_gets_has_memory_of_its_own() -> None:
+    model = Normalized()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    for _ in range(CALLS):
+        out = compiled(torch.randn(32, 16))
+        out[0].sum().backward()
+    assert shared()["forward"] > 0
+    for tensor in (*out, *(p.grad for p in model.parameters() if p.grad is not None)):
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_a_part_shares_what_no_other_part_and_no_result_is() -> None:
+    """Of five values that two parts make, which of those that are saved go nowhere else."""
+    calls = (SimpleNamespace(inputs=(0,), outputs=(1, 2, 3)), SimpleNamespace(inputs=(0, 2), outputs=(4, 5)))
+    # Results: 1 for the program; 1, 2, 3, 4 and 5 for the backward, and 5 once more.
+    split = SimpleNamespace(calls=calls, input_slots=(0,), output_slots=(1, 1, 2, 3, 4, 5, 5))
+    given = Memory(frozenset(), frozenset(), (), frozenset(range(1, 7)))
+    first, second = assemble._memory_of(split, given)  # type: ignore[arg-type]
+    assert first.saved == {2}
+    assert second.saved == {0}
+
+
+def test_what_is_returned_and_saved_shares_nothing() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.sigmoid(x @ w)  # its backward needs the result itself
+        return first, torch.tanh(first @ w)
+
+    compiled = torch.compile(fn, backend="pgraph", options=OPTIONS)
+    for _ in range(CALLS):
+        x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        out = compiled(x, w)
+        (out[0].sum() + out[1].sum()).backward()
+        assert all(t.untyped_storage().nbytes() == 256 for t in out)
+
+
+def test_large_results_share_nothing() -> None:
+    model = Normalized(layers=2)
+    rows = SAVED_MOST // (16 * 4) + 1  # activations are larger, statistics are not
+    compared(model, rows=rows)
+    for partition in registry.live_capturable():
+        for program in partition._cache.captured.programs:
+            layouts = [program.built.template.outputs[position].layout for position in program.shared]
+            assert all(layout is not None and rows not in layout.size for layout in layouts)
+
+
+class _StridedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        ctx.save_for_backward(y, x.cos())
+        return y + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, cos = ctx.saved_tensors
+        return grad * cos + y.as_strided((16,), (1,), 4).sum()
+
+
+def test_nothing_is_shared_where_the_backward_counts_from_the_start_of_a_storage() -> None:
+    class Model(Normalized):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = super().forward(x)
+            return _StridedBackward.apply(first), second
+
+    compared(Model())
+    assert shared()["forward"] == 0
+
+
+def test_nothing_is_shared_before_the_backward_is_known() -> None:
+    model = Normalized()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    for _ in range(CALLS):
+        compiled(torch.randn(32, 16))
+    assert pgraph.report().captures == 1
+    assert shared() == {"forward": 0}
+
+
+@contextlib.contextmanager
+def freeing() -> Any:
+    """Hooks that take the memory of what they get away, as offloading does."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept = tensor.clone()
+        if tensor.storage_offset() or tensor.untyped_storage().nbytes() > tensor.numel() * 4:
+            shared.append(tensor.shape)
+        elif tensor.numel() == 16 and not isinstance(tensor, nn.Parameter):
+            tensor.untyped_storage().resize_(0)
+            freed.append(tensor.shape)
+        return kept
+
+    shared: list[torch.Size] = []
+    freed: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+    assert not shared, "a result within a piece was seen"
+    assert freed, "statistics were seen"
+
+
+def test_hooks_of_others_get_tensors_with_memory_of_their_own() -> None:
+    """Captured without hooks, launched with some."""
+    model = Normalized()
+    call = torch.compile(model, backend="pgraph", options=OPTIONS)
+    twin = copy.deepcopy(model)
+    reference = torch.compile(twin, backend="inductor")
+    steps(twin, reference)
+    steps(model, call)
+    assert shared()["forward"] > 0
+    want, got = steps(twin, reference, around=freeing), steps(model, call, around=freeing)
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_capture_under_hooks_of_others_shares_nothing() -> None:
+    compared(Normalized(), around=freeing)
+    assert shared()["forward"] == 0
+
+
+def test_checkpointing_and_offloading_of_pytorch_may_share() -> None:
+    compared(Normalized(), around=lambda: torch.autograd.graph.save_on_cpu())
+    assert shared()["forward"] > 0
+
+
+@pytest.mark.parametrize("min_ops", [1, 3])
+def test_parts_of_a_forward_share_what_only_the_backward_gets(min_ops: int) -> None:
+    """A result that a later part reads stays apart."""
+
+    class Model(Normalized):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, _ = super().forward(x)
+            kept = first[torch.nonzero(first.sum(1) > -1e9).flatten()]  # cannot be captured
+            return super().forward(kept)
+
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    try:
+        model = Model()
+        options = {**OPTIONS, "min_ops": min_ops}
+        twin = copy.deepcopy(model)
+        want = steps(twin, twin)
+        got = steps(model, torch.compile(model, backend="pgraph", options=options))
+        for a, b in zip(got, want, strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+    finally:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = False
+    assert pgraph.report().launches > 0
+    pgraph.reset()
