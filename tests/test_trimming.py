@@ -19,6 +19,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.used, self.trims, self.ready, self.growth, self.stream = 0, 0, True, 0, 0
+        self.held, self.held_after = 1000, 900  # bytes reserved, before and after one piece was taken
 
     def in_use(self) -> int:
         return self.used
@@ -26,9 +27,14 @@ class FakeDriver:
     def current_stream(self) -> int:
         return self.stream
 
+    def reserved(self) -> int:
+        return self.held
+
     def trim(self, growth: int) -> bool:
         self.growth = growth
         self.trims += self.ready
+        if self.ready and growth:
+            self.held = self.held_after
         return self.ready
 
 
@@ -55,9 +61,20 @@ def test_training_is_trimmed_where_a_step_begins() -> None:
     driver: Any = FakeDriver()
     trimming.captured("f", driver)
     trimming.captured("b", driver)
-    assert play(driver, "fbfbfbfb", {"f": 100, "b": 900}, growth=50) == [4]
+    assert play(driver, "fbfbfbfbfb", {"f": 100, "b": 900}, growth=50) == [4]
     assert trimming.pending is None
     assert driver.growth == 850, "what is in use during the backward, less what is now"
+
+
+@pytest.mark.parametrize(("after", "trims"), [(999, [4]), (1000, [4]), (1001, [4, 6])])
+def test_one_piece_that_holds_more_than_there_was_is_undone(after: int, trims: list[int]) -> None:
+    driver: Any = FakeDriver()
+    driver.held_after = after
+    trimming.captured("f", driver)
+    trimming.captured("b", driver)
+    assert play(driver, "fbfbfbfbfbfbfbfb", {"f": 100, "b": 900}, growth=50) == trims
+    assert driver.growth == (850 if len(trims) == 1 else 0)
+    assert trimming.pending is None
 
 
 def test_two_streams_are_only_trimmed() -> None:
@@ -113,7 +130,7 @@ def test_a_round_that_does_not_end_is_looked_at_for_a_while(monkeypatch: pytest.
     trimming.captured("e", driver)
     used = {"f": 100, "b": 900, "e": 50}
     assert play(driver, "fbfb" + "e" + "fbf", used) == []
-    assert len(play(driver, "bfbfbfbf", used)) == 1
+    assert len(play(driver, "bfbfbfbf" * 2, used)) == 1
     assert trimming.pending is None
 
 

@@ -304,6 +304,10 @@ class Driver(abc.ABC):
         """Bytes of the device's memory that tensors hold."""
         return 0
 
+    def reserved(self) -> int:
+        """Bytes of the device's memory that the framework's allocator holds, in use or not."""
+        return 0
+
     def trim(self, growth: int) -> bool:
         """Give back what the framework's allocator keeps without need; False if this is not the time.
 

@@ -7,7 +7,9 @@ reserved for nothing. CUDA graph trees empty the cache at each recording. To do 
 and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
 the least memory in use, and how much the launches need on top of that. At the next such call it empties the
-cache (Note [One piece] in `pgraph.drivers.cuda.cache`). The next capture begins this anew.
+cache (Note [One piece] in `pgraph.drivers.cuda.cache`). One piece suits some programs worse than what was there
+before: after a further round it looks whether more is reserved now, and if so, empties the cache again and leaves
+the rest to the allocator. The next capture begins this anew.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ pending: Settling | None = None
 
 
 class Settling:
-    """From a capture to the trim. A round ends when the partition captured last is called after another one.
+    """From a capture to the last trim. A round ends when the partition captured last is called after another one.
 
     Args:
         last: name of the partition that was captured.
@@ -50,6 +52,7 @@ class Settling:
         self._calls = self._rounds = self._looks = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
         self._peak = 0  # bytes in use while one of these was launched
+        self._reserved: int | None = None  # bytes, before one piece was taken
         self._streams: set[int] = set()
 
     def called(self, name: str, growth: int) -> None:
@@ -89,8 +92,15 @@ class Settling:
         assert self._least is not None
         if self._rounds == 2 and used > self._least * (1 + _ROOM):
             return False
+        if self._reserved is not None:
+            return self._driver.reserved() <= self._reserved or self._driver.trim(0)
         # Free memory belongs to a stream: what several will need of it cannot be told.
-        return self._driver.trim(self._peak - used if len(self._streams) == 1 else 0)
+        growth = self._peak - used if len(self._streams) == 1 else 0
+        before = self._driver.reserved()
+        if not self._driver.trim(growth):
+            return False
+        self._reserved, self._rounds, self._looks = before, 1, 0
+        return growth == 0
 
 
 def captured(name: str, driver: Driver) -> None:

@@ -266,6 +266,9 @@ class CudaDriver(Driver):
     def in_use(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
     def trim(self, growth: int) -> bool:
         if self.is_capturing() or not _CAPTURE_LOCK.acquire(blocking=False):
             return False  # another thread captures
