@@ -7,9 +7,9 @@ reserved for nothing. CUDA graph trees empty the cache at each recording. To do 
 and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
 the least memory in use, and how much the launches need on top of that. At the next such call it empties the
-cache (Note [One piece] in `pgraph.drivers.cuda.cache`). One piece suits some programs worse than what was there
-before: after a further round it looks whether more is reserved now, and if so, empties the cache again and leaves
-the rest to the allocator. The next capture begins this anew.
+cache (Note [One piece] in `pgraph.drivers.cuda.cache`). One piece suits some programs worse than what was
+there before: after a further round it looks whether more is reserved now, and if so, empties the cache again
+and leaves the rest to the allocator. The next capture begins this anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ pending: Settling | None = None
 
 
 class Settling:
-    """From a capture to the last trim. A round ends when the partition captured last is called after another one.
+    """From a capture to the last trim.
+
+    A round ends when the partition captured last is called after another one.
 
     Args:
         last: name of the partition that was captured.
