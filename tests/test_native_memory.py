@@ -11,7 +11,7 @@ import pytest
 import torch
 from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
-from pgraph.launch.allocations import apart
+from pgraph.launch.allocations import SAVED_ALL, SAVED_MOST, apart, smallest
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
@@ -60,7 +60,7 @@ SAVED = {
     "memory": [
         *(("output", i % 4, 0, 5 + i) for i in range(6)),
         *(("halves", i % 3, 0, 3 + i) for i in range(6)),
-        ("output", 2, 0, 1 << 10),
+        ("output", 2, 0, 1 << 14),
         ("part", 2, 0, 7),
         ("same", 3, 0, 6),
         ("view", 3, 0, 9),
@@ -96,10 +96,20 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
         assert owned.isdisjoint(range(start, start + nbytes))
         owned |= set(range(start, start + nbytes))
         assert result.untyped_storage().nbytes() > nbytes + 512
-        assert nbytes <= 16 << 10
+        assert nbytes <= SAVED_MOST
     assert len(program.shared) == 12
     del results, result
     assert not device.living
+
+
+def test_the_smallest_results_share_memory() -> None:
+    sizes = {block: 512 * (100 - block) for block in range(100)}
+    assert smallest(sizes, 0) == frozenset(sizes)
+    assert smallest({**sizes, 100: SAVED_MOST + 512}, 0) == frozenset(sizes)
+    many = dict.fromkeys(range(40), SAVED_MOST)
+    assert smallest(many, 0) == frozenset(range(SAVED_ALL // SAVED_MOST)), "no more in all"
+    assert smallest(many, 500 << 20) == frozenset(range(5 * 4)), "or one percent"
+    assert smallest({}, 0) == frozenset()
 
 
 def test_results_come_out_of_their_piece_with_their_values() -> None:

@@ -14,7 +14,7 @@ at its start, which must not make a difference:
   backward (compiled autograd). So its graph has no such op, which is known once it has been compiled.
 * Hooks on saved tensors get them. Those of PyTorch itself leave the storage alone. With others about, each
   result is copied out of the piece (`apart`).
-* The piece lives until the last of them dies. They are small: `SAVED_MOST` bytes each.
+* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), also together (`SAVED_ALL`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,23 @@ import torch
 
 from pgraph.template.plan import GRANULE
 
-__all__ = ["PIECE_MOST", "SAVED_MOST", "TEMPORARY_MOST", "Allocation", "Places", "apart", "in_pieces"]
+__all__ = [
+    "PIECE_MOST",
+    "SAVED_ALL",
+    "SAVED_MOST",
+    "TEMPORARY_MOST",
+    "Allocation",
+    "Places",
+    "apart",
+    "in_pieces",
+    "smallest",
+]
 
-SAVED_MOST = 16 << 10
-"""Bytes of a result that may share a piece: statistics of a normalization, for one."""
+SAVED_MOST = 256 << 10
+"""Bytes of a result that may share a piece."""
+
+SAVED_ALL = 4 << 20
+"""Bytes of all of them; or one percent of the peak, if that is more. The smallest come first."""
 
 TEMPORARY_MOST = 512 << 10
 """Bytes of a temporary that may."""
@@ -83,6 +96,22 @@ def in_pieces(
             joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
     kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
     return tuple(joined.get(a.block, a) for a in kept), places
+
+
+def smallest(blocks: Mapping[int, int], peak: int) -> frozenset[int]:
+    """The results' blocks that share pieces.
+
+    Args:
+        blocks: bytes of each one that may.
+        peak: bytes at the peak of the launch.
+    """
+    room, chosen = max(SAVED_ALL, peak // 100), list[int]()
+    for block in sorted(blocks, key=lambda block: (blocks[block], block)):
+        room -= blocks[block]
+        if room < 0 or blocks[block] > SAVED_MOST:
+            break
+        chosen.append(block)
+    return frozenset(chosen)
 
 
 def _grouped(members: Iterable[tuple[int, int]]) -> list[list[int]]:

@@ -19,7 +19,7 @@ import torch
 from pgraph.capture.build import Built
 from pgraph.compat import lazily, reinterpret
 from pgraph.drivers.interface import Exec
-from pgraph.launch.allocations import SAVED_MOST, Allocation, Places, in_pieces
+from pgraph.launch.allocations import Allocation, Places, in_pieces, smallest
 from pgraph.launch.guards import Guards
 from pgraph.template.recording import OutputSpec, TensorSpec
 
@@ -109,8 +109,10 @@ def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()
     direct, dtypes = _output_blocks(built)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
-    small = _saved_blocks(built, results, saved)
-    sizes = {block: template.plan.blocks[block].nbytes for block in small}
+    position_of = _saved_blocks(built, results, saved)
+    sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
+    chosen = smallest(sizes, template.plan.peak)
+    sizes = {block: nbytes for block, nbytes in sizes.items() if block in chosen}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
@@ -120,7 +122,7 @@ def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
         chunks.append(ChunkLaunch(allocate, exec, free, chunk.release))
         places |= joined
-    shared = sorted(position for block, position in small.items() if block in places)
+    shared = sorted(position_of[block] for block in sizes if block in places)
     for position in shared:
         block, offset = places[results[position].index]
         layout = (template.outputs[position].layout, offset)
@@ -133,7 +135,7 @@ def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()
 
 
 def _saved_blocks(built: Built, results: Sequence[Result], saved: Iterable[int]) -> dict[int, int]:
-    """Blocks of small results that nothing but the backward has, and the position of each result."""
+    """Blocks of results that nothing but the backward has, and the position of each result."""
     template = built.template
     regions = Counter(spec.region for spec in template.outputs)
     found = {}
@@ -142,9 +144,8 @@ def _saved_blocks(built: Built, results: Sequence[Result], saved: Iterable[int])
         if result.source is not Source.BLOCK or result.make is not None or regions[spec.region] > 1:
             continue
         assert spec.layout is not None
-        nbytes = template.plan.blocks[result.index].nbytes
         dense = _nbytes(spec.layout) == math.prod(spec.layout.size) * spec.layout.dtype.itemsize
-        if 0 < nbytes <= SAVED_MOST and dense:
+        if dense and 0 not in spec.layout.size:
             found[result.index] = position
     return found
 
