@@ -15,6 +15,7 @@ Results go to ``bench/results/launch-<gpu>.json``, the chart of growth beside th
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,8 +85,9 @@ class Work:
         return found
 
 
-def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str], work: Work) -> dict[str, Call]:
+def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str]) -> dict[str, Call]:
     """Each backend's way to run the program, warmed up."""
+    work = Work(size, 100, device.torch)
     run, made = program(*size), dict[str, Call]()
     torch._dynamo.reset()
     for name in backends:
@@ -107,14 +109,18 @@ def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str], w
     return made
 
 
-def measure(size: tuple[int, int, int], changed: int, device: Device, backends: Sequence[str]) -> list[Any]:
-    """A row of figures for each backend."""
+def measure(
+    size: tuple[int, int, int], changes: Sequence[int], device: Device, backends: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A row of figures for each backend and each share of addresses that change."""
     from pgraph.runtime import partition_runner, registry
 
     rows = []
-    work = Work(size, changed, device.torch)
     with torch.no_grad():
-        for name, call in calls(size, device, backends, work).items():
+        made = calls(size, device, backends)
+        for changed, (name, call) in itertools.product(changes, made.items()):
+            work = Work(size, changed, device.torch)
+            work.timed(call, device, 2)
             times = work.timed(call, device, GROUPS)
             row = {
                 "size": size,
@@ -207,19 +213,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     register_pgraph()
     device = Device("auto")
-    rows = [
-        row
-        for size in args.sizes
-        for changed in CHANGED
-        for row in measure(tuple(int(n) for n in size.split(",")), changed, device, args.backends)
-    ]
-    grown = [
-        row for nodes in args.growth for row in measure((10, min(10, nodes), nodes), 0, device, args.backends)
-    ]
-    print(tabulate([*rows, *grown], headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"))
     header = schema.environment() | ({} if on_gpu else {"gpu": "cpu", "driver": None})
     path = schema.result_path("launch", header["gpu"], args.out)
-    schema.write(path, stored([*rows, *grown]), header)
+    rows: list[dict[str, Any]] = []
+    grown: list[dict[str, Any]] = []
+    wanted = [(tuple(int(n) for n in size.split(",")), CHANGED, rows) for size in args.sizes]
+    wanted += [((10, min(10, nodes), nodes), (0,), grown) for nodes in args.growth]
+    for size, changes, table in wanted:
+        found = measure(size, changes, device, args.backends)
+        print(tabulate(found, headers="keys", floatfmt=".1f", tablefmt="github", missingval="-"), flush=True)
+        table += found
+        schema.write(path, stored([*rows, *grown]), header)  # a stopped run keeps what it has
     if grown:
         chart(grown, path.with_suffix(".svg"))
     print(f"wrote {path}")
