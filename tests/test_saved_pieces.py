@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import compat
 from pgraph.compiler import assemble
 from pgraph.compiler.context import Memory
 from pgraph.launch.allocations import SAVED_MOST
@@ -154,6 +155,54 @@ def test_nothing_is_shared_where_the_backward_counts_from_the_start_of_a_storage
 
     compared(Model())
     assert shared()["forward"] == 0
+
+
+class _HandsOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        saved = x.t() @ x  # which is not computed again
+        ctx.save_for_backward(saved, scale)
+        return x @ scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        saved, scale = ctx.saved_tensors
+        return grad @ scale.t(), saved.view(saved.shape)
+
+
+def test_nothing_is_shared_where_the_backward_hands_on_what_was_saved() -> None:
+    class Model(Normalized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.eye(16))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = super().forward(x)
+            return _HandsOn.apply(first, self.scale), second
+
+    compared(Model())
+    assert shared()["forward"] == 0
+
+
+def test_small_tensors_that_are_saved_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient in the place of a saved tensor would lie in its piece."""
+    given: list[list[int]] = []
+    real = compat.donating
+
+    def seen(positions: Sequence[int]) -> Any:
+        given.append(list(positions))
+        return real(positions)
+
+    monkeypatch.setattr(compat, "donating", seen)
+    compared(Normalized(layers=2), rows=8192)
+    small = Normalized(layers=2)
+    compiled = torch.compile(small, backend="pgraph", options=OPTIONS)
+    donated = [positions for positions in given if positions]
+    assert len(donated) == 1, "of the backward, whose activations are large"
+    assert len(donated[0]) < 6, "but not the statistics"
+    given.clear()
+    compiled(torch.randn(8, 16))[0].sum().backward()
+    assert not any(given)
 
 
 def test_nothing_is_shared_before_the_backward_is_known() -> None:

@@ -99,7 +99,10 @@ class Borders:
         """
         inputs = self.inputs(call)
         if self.whole:
-            return compiler(call.module, inputs, None)
+            # A backward (nothing else has gradients) may have fewer donated inputs than its compiler was told.
+            fewer = memory.gradients and memory.donated < set(compat.donated_inputs())
+            with compat.donating(sorted(memory.donated)) if fewer else contextlib.nullcontext():
+                return compiler(call.module, inputs, None)
         returned: Any = call.module.graph.output_node().args[0]
         outputs = [node.meta.get("val") for node in returned]  # before a compiler rewrites the module
         with compat.donating(sorted(memory.donated)):

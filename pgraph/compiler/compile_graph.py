@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from pgraph import compat
@@ -22,6 +24,7 @@ from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Memory
 from pgraph.compiler.resplit import Splitter
 from pgraph.drivers import choice
+from pgraph.launch.allocations import may_share
 from pgraph.ops.fx import is_neutral
 from pgraph.ops.safety import refusal
 from pgraph.partition.extract import extract
@@ -45,7 +48,7 @@ _numbers = itertools.count()
 def compile_partitions(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
     """Unwrap what draws nothing, cut one ATen graph, compile the partitions, and put a runner around them."""
     if context.kind == "backward" and context.joint is not None:
-        context.joint.plain = not counts_from_storages(gm)
+        context.joint.plain = not counts_from_storages(gm) and not _returns_what_was_saved(gm)
     if context.driver is None or (unwrapped := unwrap(gm)) is None:
         return _compile(gm, inputs, context)
     return unwrapped.around(_compile(unwrapped.module, unwrapped.inputs(inputs), context))
@@ -64,7 +67,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
     if len(partitions) > 1 and context.by_inductor:
         bring_up_to_date(gm, inputs)
     split = extract(gm, partitions)
-    made = assemble(context, gm, inputs, split, facts, _memory(gm, context), keep_sources=True)
+    made = assemble(context, gm, inputs, split, facts, _memory(gm, inputs, context), keep_sources=True)
     for runner, source in zip(made.runners, made.sources, strict=True):
         if isinstance(runner, PartitionRunner) and source is not None:
             Splitter(runner, source, context)
@@ -113,12 +116,35 @@ def _uncaptured(gm: GraphModule, inputs: Sequence[Any], context: Context, facts:
     return code if facts.safe else compat.boxed(UncapturedPartition(facts, code))
 
 
-def _memory(gm: GraphModule, context: Context) -> Memory:
+def _returns_what_was_saved(gm: GraphModule) -> bool:
+    """Whether a backward hands something on that its forward saved, or a view of it."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    gradients = compat.tangents(gm)
+    saved = {_storage(node) for i, node in enumerate(placeholders) if i not in gradients} - {None}
+    return any(_storage(value) in saved for value in _results(gm))
+
+
+def _storage(value: Any) -> int | None:
+    """What stands for the storage of a traced tensor."""
+    example = value.meta.get("val") if isinstance(value, Node) else None
+    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
+
+
+def _results(gm: GraphModule) -> list[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return list(results)
+
+
+def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
     """What the compilation under way knows of a graph's inputs and results."""
-    backward = context.kind == "backward"
-    return Memory(
-        static=compat.static_inputs(gm, backward),
-        donated=frozenset(compat.donated_inputs() if backward else ()),
-        gradients=tuple(compat.tangents(gm)) if backward else (),
-        saved=compat.saved_results(gm) if context.kind == "forward" and context.by_inductor else frozenset(),
+    memory = Memory(
+        static=compat.static_inputs(gm, context.kind == "backward"), donated=frozenset(), gradients=()
     )
+    if context.kind == "backward":
+        donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i]))
+        return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)))
+    if context.kind == "forward" and context.by_inductor:
+        results = _results(gm)
+        saved = (i for i in compat.saved_results(gm) if may_share(results[i].meta.get("val")))
+        return dataclasses.replace(memory, saved=frozenset(saved))
+    return memory

@@ -14,6 +14,8 @@ at its start, which must not make a difference:
   backward (compiled autograd). So its graph has no such op, which is known once it has been compiled.
 * Hooks on saved tensors get them. Those of PyTorch itself leave the storage alone. With others about, each
   result is copied out of the piece (`apart`).
+* A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
+  tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
 * The piece lives until the last of them dies. So they are small (`SAVED_MOST`), also together (`SAVED_ALL`).
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +38,7 @@ __all__ = [
     "Places",
     "apart",
     "in_pieces",
+    "may_share",
     "smallest",
 ]
 
@@ -96,6 +100,13 @@ def in_pieces(
             joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
     kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
     return tuple(joined.get(a.block, a) for a in kept), places
+
+
+def may_share(example: Any) -> bool:
+    """Whether a saved tensor, of which there is an example from tracing, may lie in a piece with others."""
+    if not isinstance(example, torch.Tensor) or any(type(n) is not int for n in example.size()):
+        return False  # whether it is small differs from call to call
+    return example.numel() * example.element_size() <= SAVED_MOST
 
 
 def smallest(blocks: Mapping[int, int], peak: int) -> frozenset[int]:
