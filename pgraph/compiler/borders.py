@@ -99,7 +99,7 @@ class Borders:
         """
         inputs = self.inputs(call)
         if self.whole:
-            # A backward (nothing else has gradients) may have fewer donated inputs than its compiler was told.
+            # A backward (nothing else has gradients) may have fewer donated inputs than its compiler knows.
             fewer = memory.gradients and memory.donated < set(compat.donated_inputs())
             with compat.donating(sorted(memory.donated)) if fewer else contextlib.nullcontext():
                 return compiler(call.module, inputs, None)
