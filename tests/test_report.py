@@ -13,6 +13,7 @@ from support import MLP, host
 import pgraph
 from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.reasons import Reason
+from pgraph.runtime.functions import FunctionStats
 from pgraph.runtime.specialization import Standing, State
 from pgraph.runtime.statistics import PartitionStats, Report
 from pgraph.runtime.uncaptured import UncapturedPartition
@@ -124,6 +125,26 @@ chunk 0: nodes [0, 4), held 3,584 B
 def test_sums() -> None:
     report = Report(tuple(counted(i, captures=i, launches=10, exec_bytes=4) for i in range(3)))
     assert (report.captures, report.launches, report.exec_bytes, report.refused) == (3, 30, 12, 0)
+
+
+def test_a_report_that_was_kept_counts_no_further() -> None:
+    """So that two reports show what happened between them."""
+    model = MLP()
+    compiled = host(model)
+    with torch.no_grad():
+        warm(lambda: compiled(torch.randn(3, 8)), 2)
+        before = pgraph.report()
+        warm(lambda: compiled(torch.randn(3, 8)), 3)
+    assert pgraph.report().launches - before.launches == 3
+    compiled(torch.randn(5, 8))
+    assert len(before.partitions[0].standings) == 1
+
+
+def test_code_that_was_deleted_has_reached_pgraph() -> None:
+    ran = FunctionStats("step", "a:3", compilations=1, graphs=1)
+    assert "nothing is left of what reached pgraph" in str(Report((), functions=(ran,), asked=True))
+    skipped = FunctionStats("step", "a:3", skipped=Reason("graph-break", "no", "go"))
+    assert "nothing has reached pgraph" in str(Report((), functions=(skipped,), asked=True))
 
 
 def test_records_of_plain_parts_go_with_their_code() -> None:

@@ -147,6 +147,18 @@ def test_what_dynamo_skips_is_in_the_report() -> None:
     assert "looping: skipped by Dynamo" in report
 
 
+def test_a_module_of_torch_compiled_in_place_is_told_of() -> None:
+    """Dynamo skips it without a word, so that nothing else could be said."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.compile(backend="pgraph", options={"driver": "host", "codegen": "aten", "min_ops": 1})
+    model(torch.ones(2, 4))
+    assert "nothing has reached pgraph" in str(pgraph.report())
+    assert "Fix: torch.compile(module) in the place of module.compile()" in str(pgraph.report())
+    fixed = host(model)
+    fixed(torch.ones(2, 4))
+    assert pgraph.report().partitions
+
+
 def test_what_was_skipped_before_is_explained() -> None:
     """Dynamo tells only once; nothing of it runs in a partition."""
     run = host(looping)

@@ -88,10 +88,10 @@ def forget() -> None:
 
 
 def report() -> Report:
-    """Counters of this process, now."""
+    """Counters of this process, now: a report that was kept does not count on."""
     asked = any(getattr(backend, "compiler_name", None) == "pgraph" for backend in compat.known_backends())
     return Report(
-        tuple(partition.stats for partition in live_partitions()),
+        tuple(partition.stats.at_present() for partition in live_partitions()),
         choice.ghost_peaks(),
         functions.live(),
         asked,

@@ -5,6 +5,7 @@ A record lives as long as the compiled code that it is about, and holds neither 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, Literal
 
@@ -72,6 +73,10 @@ class PartitionStats:
     def dead(self) -> bool:
         """Its model was deleted, or Dynamo was reset, and it was not called since."""
         return self.gone is not None and self.gone == self.calls
+
+    def at_present(self) -> PartitionStats:
+        """A copy, which counts no further."""
+        return dataclasses.replace(self, standings=[copy.copy(standing) for standing in self.standings])
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
@@ -275,6 +280,19 @@ class Report:
             "partitions": [p.to_dict() for p in self.partitions],
         }
 
+    def _nothing(self) -> str:
+        """Why there is no partition, although torch.compile was called with pgraph."""
+        if any(function.graphs for function in self.functions):
+            return "nothing is left of what reached pgraph: the compiled code was deleted"
+        what = "this"
+        if not self.functions:
+            what = (
+                "what was compiled with it was not called, or Dynamo skips it, as it skips a module of "
+                "torch.nn itself (nn.Sequential) that is compiled in place. Fix: torch.compile(module) in "
+                "the place of module.compile()"
+            )
+        return f'nothing has reached pgraph: {what} (TORCH_LOGS="+dynamo" says more)'
+
     def __str__(self) -> str:
         lines = [self.summary(), *(f"  {peaks}" for peaks in self.ghost_peaks)]
         lines += [f"  {lack}" for lack in self.missing]
@@ -286,10 +304,7 @@ class Report:
                 "pgraph.reset() frees them"
             )
         if self.asked and not self.partitions:
-            what = (
-                "this" if self.functions else "what was compiled with it was not called, or Dynamo skips it"
-            )
-            lines.append(f'  nothing has reached pgraph: {what} (TORCH_LOGS="+dynamo" says more)')
+            lines.append(f"  {self._nothing()}")
         for function in sorted(self.functions, key=lambda function: function.stopped is None):
             if function.reason is not None or not self.partitions:
                 lines.append(f"  {function}")
