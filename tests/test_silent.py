@@ -159,6 +159,19 @@ def test_a_module_of_torch_compiled_in_place_is_told_of() -> None:
     assert pgraph.report().partitions
 
 
+def test_the_step_of_an_optimizer_is_skipped_with_a_fix_that_helps() -> None:
+    """Its own break ends the function's graph before it began: what else is in the function runs eagerly."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    sgd = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+    host(lambda: sgd.step())()
+    assert "Fix: remove the call; Optimizer.step() has one of its own" in str(pgraph.report())
+    torch._dynamo.reset()
+    host(sgd.step)()
+    assert "skipped by Dynamo" not in str(pgraph.report())
+    assert any(p.facts.safe and not p.dead for p in pgraph.report().partitions)
+
+
 def test_what_was_skipped_before_is_explained() -> None:
     """Dynamo tells only once; nothing of it runs in a partition."""
     run = host(looping)

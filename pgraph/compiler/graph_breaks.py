@@ -57,6 +57,12 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "wrap the compiled module: DistributedDataParallel(torch.compile(model))",
     ),
     (
+        r"Call to `torch\._dynamo\.graph_break\(\)`",
+        "torch._dynamo.graph_break() is called",
+        "remove the call; Optimizer.step() has one of its own, so compile it by itself: "
+        "torch.compile(optimizer.step)",
+    ),
+    (
         r"builtin `?print",
         "print() is called inside the compiled function",
         "print outside the compiled region",
@@ -72,7 +78,7 @@ def break_of(gm: Any) -> Reason | None:
     text, stack = found
     if stack and _OPTIMIZER in stack[-1].filename.replace("\\", "/"):
         where = user_frame([(frame.filename, frame.lineno) for frame in stack])
-        fix = "compile the step by itself: torch.compile(lambda: optimizer.step())"
+        fix = "compile the step by itself: torch.compile(optimizer.step)"
         return Reason(CODE, "Optimizer.step() breaks the graph before it begins its own", fix, where)
     return _reason(text, user_frame([(frame.filename, frame.lineno) for frame in stack]))
 
