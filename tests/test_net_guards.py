@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import ExecOf, change_program, host, launching, same
 from support_native import CASE, SIDE, FakeDevice, in_c, made
-from torch import Tensor
+from torch import Tensor, nn
 
 import pgraph
 from pgraph.drivers.host.driver import HostDriver
@@ -62,6 +62,32 @@ def test_c_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: b
     launched = call(args) is not None
     assert launched == right
     assert bool(device.events) == right
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
+@pytest.mark.parametrize("warm", [0, 3], ids=["not captured", "captured"])
+def test_a_tensor_whose_memory_is_gone_is_not_launched(
+    warm: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its storage was shrunk, and kernels would read address 0: the ops themselves say what is wrong."""
+    if not native:
+        monkeypatch.setattr(libraries, "load_call", lambda: None)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+    compiled, x, weights = host(model), torch.randn(4, 8), model[0].weight.clone()
+    for _ in range(warm):
+        compiled(x)
+    storage = model[0].weight.untyped_storage()
+    storage.resize_(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="storage of size 0"):
+            compiled(x)
+    storage.resize_(weights.nbytes)
+    model[0].weight.copy_(weights)
+    compiled(x)
+    with launching(3):
+        for _ in range(3):
+            same(compiled(x), model(x))
+    assert pgraph.report().captures == 1
 
 
 def test_a_hook_gives_a_backward_another_layout_than_was_saved() -> None:

@@ -57,6 +57,11 @@ class TensorGuard:
     stride: tuple[int, ...]
     mask: int
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has no element."""
+        return 0 in self.size
+
     def layout_of(self, tensor: torch.Tensor) -> bool:
         """Whether it has these sizes, and these strides in dimensions of more than one element."""
         strides = zip(self.size, self.stride, tensor.stride(), strict=True)
@@ -117,8 +122,9 @@ class Guards:
                 if address & guard.mask:
                     return None
                 assert_size_stride(tensor, guard.size, guard.stride)
-                if not address and not guard.layout_of(tensor):
-                    return None  # it has no element, so that any layout was right for that function
+                # Without an element any layout was right for that function; with one, the memory is gone.
+                if not address and not (guard.empty and guard.layout_of(tensor)):
+                    return None
                 found.append(address)
             for told in self.traits:
                 if told.trait(args[told.position]) != told.value:
@@ -131,7 +137,7 @@ class Guards:
 def guards_of(
     args: Sequence[Any], device: torch.device, usual: int, watched: Mapping[int, Trait]
 ) -> Guards | None:
-    """The guards for arguments like these; None if a tensor lies nowhere (batched, fake).
+    """The guards for arguments like these; None if a tensor lies nowhere (batched, fake, its storage shrunk).
 
     Args:
         args: of a partition.
@@ -147,6 +153,8 @@ def guards_of(
             try:
                 addresses.append(value.data_ptr())
             except RuntimeError:
+                return None
+            if not addresses[-1] and value.numel():
                 return None
             tensors.append((position, tuple(value.size()), tuple(value.stride())))
             if position in watched:

@@ -17,9 +17,14 @@ static int reads_as(const pg_program *p, void *handle, const pg_input *in, uint6
         return 0;
     if (p->size(handle, &size) || p->stride(handle, &stride) || p->data_ptr(handle, &data))
         return 0;
-    for (int64_t i = 0; i < ndim; i++)
+    int empty = 0;
+    for (int64_t i = 0; i < ndim; i++) {
         if (size[i] != in->size[i] || (stride[i] != in->size[ndim + i] && size[i] > 1))
             return 0;
+        empty |= !size[i];
+    }
+    if (!data && !empty) /* its storage was shrunk */
+        return 0;
     *address = (uint64_t)(uintptr_t)data;
     return (*address & in->mask) == 0;
 }
