@@ -33,6 +33,7 @@ from readme_tables import (
     reasons_table,
     titan_table,
 )
+from readme_uses import uses_table
 
 MARKERS = re.compile(r"(<!-- table:(?P<name>[\w@.-]+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
 PAGES = tuple(
@@ -51,6 +52,7 @@ TABLES: dict[str, Callable[[File], str]] = {
     "coverage": coverage_table,
     "coverage-models": models_table,
     "seeds": seeds_table,
+    "uses": uses_table,
 }
 # A marker's name, and how the names of its pictures begin.
 CHARTS = {"chart": "memory", "torchtitan-chart": "torchtitan", "coverage-chart": "coverage"}

@@ -84,6 +84,21 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "claims": ("us", "nodes", "device_bytes", "host_bytes", "reserved_mb", "layers", "launched_right"),
     "launch": ("us", "least", "most", "changed"),
     "captures": ("nodes", "own_ms", "least_ms", "most_ms", "uncaptured_ms"),
+    "uses": (
+        "ms_per_step",
+        "ms_p10",
+        "ms_p90",
+        "first_ms",  # a step just after a switch, or after waking
+        "tokens_per_s",
+        "captures_warm",
+        "captures_end",
+        "asleep_mb",
+        "asleep_device_mb",
+        "peak_allocated_mb",
+        "peak_reserved_mb",
+        "device_used_mb",
+        "max_diff",  # over the largest value
+    ),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",

@@ -24,11 +24,13 @@ MB = 2**20
 Figures = dict[str, Any]
 
 
-def start_worker(spec: dict[str, Any], environment: dict[str, str], timeout: float) -> Figures:
+def start_worker(
+    spec: dict[str, Any], environment: dict[str, str], timeout: float, program: Path = WORKER
+) -> Figures:
     """Run one worker and return its figures; a failing one gives ``{"status": the error's last line}``."""
     try:
         done = subprocess.run(
-            [sys.executable, str(WORKER), json.dumps(spec)],
+            [sys.executable, str(program), json.dumps(spec)],
             capture_output=True,
             text=True,
             timeout=timeout,

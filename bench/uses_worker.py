@@ -1,0 +1,491 @@
+"""One measurement of `uses.py` in one process: settings from the command line, JSON on the last line.
+
+    python bench/uses_worker.py '{"use": "sleep", "backend": "pgraph", "size": "tiny", "device": "cpu"}'
+
+Every use is compared with the same calls uncompiled, in the same process, before anything is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import _paths
+import torch
+import worker
+from backends import compile_kwargs, register_pgraph, reset_compiled
+from torch import Tensor, nn
+
+sys.path.insert(0, str(_paths.REPO / "examples" / "ecosystem"))
+
+MB = worker.MB
+Figures = dict[str, Any]
+USES = ("generate", "adapters", "sleep", "diffusion")
+NEEDS = {
+    "generate": ("transformers",),
+    "adapters": ("transformers", "peft"),
+    "sleep": (),
+    "diffusion": ("diffusers",),
+}
+# Largest difference from the uncompiled calls, over the largest value: bf16 has 8 bits.
+TOLERANCE = {torch.bfloat16: 6e-2, torch.float32: 1e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large everything is.
+
+    Args:
+        hidden, layers, heads, kv_heads, mlp, vocabulary: of the language model.
+        prompt, new: tokens of a request, and those that are generated.
+        adapters, rank: how many LoRA adapters, and their rank.
+        cycles: of sleep and wake.
+        blocks, block_heads, block_mlp: of the diffusion transformer, each head of 128 (16 if tiny).
+        latents: frames, height and width.
+        steps: of denoising.
+        rounds: how often a request or a sample is timed.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    prompt: int
+    new: int
+    adapters: int
+    rank: int
+    cycles: int
+    blocks: int
+    block_heads: int
+    block_head: int
+    block_mlp: int
+    latents: tuple[int, int, int]
+    steps: int
+    rounds: int
+
+
+SIZES = {
+    # A Llama of 1.2 billion parameters; a video transformer of 1.3 billion (Wan 2.1's smallest) on one frame.
+    "1b": Size(
+        *(2048, 16, 32, 8, 8192, 128256, 128, 128, 8, 16, 100, 30, 12, 128, 8960, (1, 32, 32), 20, 5),
+    ),
+    "tiny": Size(*(64, 2, 4, 2, 128, 256, 6, 5, 3, 4, 4, 2, 2, 16, 64, (1, 4, 4), 3, 2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What to measure.
+
+    Args:
+        use: one of `USES`.
+        backend: one of the benchmarks' backends.
+        size: name of a size.
+        device: ``"auto"``, ``"cuda"`` or ``"cpu"``.
+        driver, codegen: pgraph's options.
+        scope: what is compiled as one piece; `generate` compiles the model, `diffusion` its blocks.
+        batch: of `generate`.
+        fresh: whether each request of `generate` brings its own cache.
+    """
+
+    use: str
+    backend: str
+    size: str = "1b"
+    device: str = "auto"
+    driver: str = "auto"
+    codegen: str = "auto"
+    scope: str = "model"
+    batch: int = 1
+    fresh: bool = False
+
+
+class Place:
+    """A device with its dtype, and the recordings that CUDA graphs of either kind have made."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.size = spec, SIZES[spec.size]
+        self.clock = worker.Device(spec.device)
+        self.device, self.on_gpu = self.clock.torch, self.clock.on_gpu
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self._recorded = 0
+        if spec.backend == "reduce-overhead":
+            from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+            record = CUDAGraphTreeManager.record_function
+
+            def counted(manager: Any, *args: Any, **kwargs: Any) -> Any:
+                self._recorded += 1
+                return record(manager, *args, **kwargs)
+
+            CUDAGraphTreeManager.record_function = counted
+
+    def recordings(self) -> int | None:
+        """Made so far; None for a backend without graphs."""
+        if self.spec.backend == "pgraph":
+            import pgraph
+
+            return int(pgraph.report().captures)
+        return self._recorded if self.spec.backend == "reduce-overhead" else None
+
+    def compile_arguments(self) -> dict[str, Any] | None:
+        """For `torch.compile`; None for eager."""
+        return compile_kwargs(self.spec.backend, self.device, self.spec.driver, self.spec.codegen)
+
+    def begin(self) -> None:
+        """A step begins: its results may take the place of those of the last one."""
+        if self.spec.backend == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def ms(self, call: Callable[[], Any]) -> float:
+        """Host ms of a call until the device is through with it."""
+        self.clock.drain()
+        began = time.perf_counter()
+        call()
+        self.clock.drain()
+        return (time.perf_counter() - began) * 1e3
+
+    def near(self, mine: Tensor, theirs: Tensor) -> float:
+        """The largest difference over the largest value.
+
+        Raises:
+            ArithmeticError: it is too large.
+        """
+        scale = theirs.float().abs().max().item()
+        found = (mine.float() - theirs.float()).abs().max().item() / scale
+        if not found <= TOLERANCE[self.dtype]:
+            raise ArithmeticError(f"results differ by {found:.3g} of the largest value")
+        return found
+
+
+def spread(times: Sequence[float]) -> Figures:
+    """Median and tails."""
+    times = list(times)
+    return {
+        "ms_per_step": statistics.median(times),
+        "ms_p10": worker.quantile(times, 0.1),
+        "ms_p90": worker.quantile(times, 0.9),
+    }
+
+
+def first(times: Sequence[float]) -> Figures:
+    """Of steps just after something has moved."""
+    times = list(times)
+    return {
+        "first_ms": statistics.median(times),
+        "first_p90": worker.quantile(times, 0.9),
+        "changes": len(times),
+    }
+
+
+# -- a request of a language model ---------------------------------------------------------------------
+
+
+def language_model(place: Place) -> Any:
+    """A Llama with random weights that never says that it has finished."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = place.size
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=4 * (size.prompt + size.new),
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device(place.device):
+        return LlamaForCausalLM(config).to(place.dtype).eval()
+
+
+def generate(place: Place) -> Figures:
+    """Greedy requests with a static cache, timed with all new tokens and with one: the rest is decoding."""
+    from transformers import CompileConfig, StaticCache
+
+    spec, size, model = place.spec, place.size, language_model(place)
+    ids = torch.randint(1, size.vocabulary, (spec.batch, size.prompt), device=place.device)
+    settings: dict[str, dict[str, Any]] = {
+        "aot_eager": {"backend": "aot_eager", "mode": None},
+        "inductor": {"backend": "inductor", "mode": "default"},
+        "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
+    }
+    compiled: dict[str, Any] = {"disable_compile": True}
+    if spec.backend != "eager":
+        if spec.backend == "pgraph":
+            register_pgraph()
+            chosen = place.compile_arguments()
+            assert chosen is not None
+            settings["pgraph"] = {"backend": "pgraph", "mode": None, "options": chosen["options"]}
+        config = CompileConfig(**settings[spec.backend])
+        config._compile_all_devices = True
+        compiled = {"compile_config": config}
+
+    def request(new: int, **arguments: Any) -> Any:
+        cache: dict[str, Any] = {"cache_implementation": "static"}
+        if spec.fresh:
+            cache = {
+                "past_key_values": StaticCache(config=model.config, max_cache_len=size.prompt + size.new)
+            }
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            **cache,
+            **(arguments or compiled),
+        )
+
+    said = {"return_dict_in_generate": True, "output_logits": True}
+    theirs = request(size.new, disable_compile=True, **said)
+    mine = request(size.new, **compiled, **said)
+    worst = agreement(place, mine, theirs, size.prompt)
+    for _ in range(3):
+        request(size.new)
+    warm = place.recordings()
+    del mine, theirs
+    place.clock.reset_peak()
+    whole = [place.ms(lambda: request(size.new)) for _ in range(size.rounds)]
+    short = statistics.median(place.ms(lambda: request(1)) for _ in range(size.rounds))
+    per_token = [(ms - short) / (size.new - 1) for ms in whole]
+    return {
+        **spread(per_token),
+        "tokens_per_s": spec.batch * size.new / statistics.median(whole) * 1e3,
+        "captures_warm": warm,
+        "max_diff": worst,
+    }
+
+
+def agreement(place: Place, mine: Any, theirs: Any, prompt: int) -> float:
+    """Logits of two requests, sequence by sequence, as long as their tokens are the same.
+
+    Greedy decoding goes another way for ever where two logits are nearly equal.
+    """
+    worst = 0.0
+    for row in range(len(theirs.sequences)):
+        for step, (a, b) in enumerate(zip(mine.logits, theirs.logits, strict=True)):
+            worst = max(worst, place.near(a[row], b[row]))
+            if mine.sequences[row, prompt + step] != theirs.sequences[row, prompt + step]:
+                break
+    return worst
+
+
+# -- adapters ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def adapters(place: Place) -> Figures:
+    """Each call with another adapter: first those after a switch, then some with the same one."""
+    from adapters import point
+    from peft import LoraConfig, get_peft_model
+
+    size = place.size
+    lora = LoraConfig(
+        r=size.rank,
+        lora_alpha=size.rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        init_lora_weights=False,
+    )
+    base = language_model(place)
+    base.config.use_cache = False
+    model = get_peft_model(base, lora, adapter_name="slot").eval()
+    names = [f"customer-{number}" for number in range(size.adapters)]
+    for name in names:
+        model.add_adapter(name, lora)
+    model.to(place.dtype)
+    for layer in model.modules():  # `point` copies the scale, which is to be a tensor for that
+        if hasattr(layer, "lora_A"):
+            layer.scaling = {name: torch.tensor(s, device=place.device) for name, s in layer.scaling.items()}
+    ids = torch.randint(size.vocabulary, (1, size.prompt), device=place.device)
+
+    def call() -> Tensor:
+        place.begin()
+        return model.base_model.model.model(ids).last_hidden_state
+
+    expected = []
+    for name in names:
+        point(model, "slot", name)
+        expected.append(call().clone())
+    arguments = place.compile_arguments()
+    inner = model.base_model.model.model
+    if arguments is not None:
+        for part in inner.layers if place.spec.scope == "block" else [inner]:
+            part.compile(**arguments)
+    for _ in range(4):
+        call()
+    warm = place.recordings()
+    place.clock.reset_peak()
+    switched, worst = [], 0.0
+    for _ in range(2):
+        for name, theirs in zip(names, expected, strict=True):
+            point(model, "slot", name)
+            switched.append(place.ms(call))
+            worst = max(worst, place.near(call(), theirs))
+    same = [place.ms(call) for _ in range(4 * size.rounds)]
+    return {**spread(same), **first(switched), "captures_warm": warm, "max_diff": worst}
+
+
+# -- weights that come and go ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sleep(place: Place) -> Figures:
+    """Inference, asleep, inference: with weights that lie elsewhere each time."""
+    from llama import Llama, LlamaConfig, compile_blocks
+    from sleep_and_wake import release
+
+    size = place.size
+    config = LlamaConfig(
+        vocab=size.vocabulary,
+        dim=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        kv_heads=size.kv_heads,
+        max_seq=size.prompt,
+    )
+    torch.manual_seed(0)
+    with torch.device(place.device):
+        model: nn.Module = Llama(config).to(place.dtype).eval()
+    tokens = torch.randint(size.vocabulary, (1, size.prompt), device=place.device)
+
+    def call() -> Tensor:
+        place.begin()
+        return model(tokens)
+
+    expected = call().clone()
+    arguments = place.compile_arguments()
+    if arguments is not None:
+        compile_blocks(model, place.spec.scope, **arguments)
+    for _ in range(4):
+        worst = place.near(call(), expected)
+    warm = place.recordings()
+    place.clock.reset_peak()
+    same = [place.ms(call) for _ in range(4 * size.rounds)]
+    woken, asleep = [], []
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    for _ in range(size.cycles):
+        release(model)
+        asleep.append(held(place))
+        gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
+        awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
+        model.load_state_dict(awake, assign=True)
+        del awake
+        woken.append(place.ms(call))
+        worst = max(worst, place.near(call(), expected))
+        del gap
+    reserved, used = asleep[-1]
+    return {
+        **spread(same),
+        **first(woken),
+        "captures_warm": warm,
+        "asleep_mb": reserved,
+        "asleep_device_mb": used,
+        "max_diff": worst,
+    }
+
+
+def held(place: Place) -> tuple[float | None, float | None]:
+    """MB that the allocator holds with its cache emptied, and MB of the device that are in use."""
+    if not place.on_gpu:
+        return None, None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.memory_reserved() / MB, (total - free) / MB
+
+
+# -- a denoising loop --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def diffusion(place: Place) -> Figures:
+    """Samples of a video transformer, its repeated blocks compiled."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+
+    size = place.size
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=size.block_heads,
+        attention_head_dim=size.block_head,
+        in_channels=16,
+        out_channels=16,
+        text_dim=2 * size.block_head,
+        freq_dim=2 * size.block_head,
+        ffn_dim=size.block_mlp,
+        num_layers=size.blocks,
+        rope_max_seq_len=64,
+    )
+    model = model.eval().to(place.device, place.dtype)
+    noise = torch.randn(1, 16, *size.latents, device=place.device, dtype=place.dtype)
+    text = torch.randn(1, 16, 2 * size.block_head, device=place.device, dtype=place.dtype)
+
+    def sample() -> Tensor:
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(size.steps, device=place.device)
+        latents = noise
+        for moment in scheduler.timesteps:
+            place.begin()
+            found = model(latents, moment.expand(1), text, return_dict=False)[0]
+            latents = scheduler.step(found, moment, latents, return_dict=False)[0]
+        return latents
+
+    expected = sample().clone()
+    arguments = place.compile_arguments()
+    if arguments is not None:
+        model.compile_repeated_blocks(**arguments)
+    for _ in range(3):
+        worst = place.near(sample(), expected)
+    warm = place.recordings()
+    place.clock.reset_peak()
+    times = [place.ms(sample) / size.steps for _ in range(size.rounds)]
+    return {**spread(times), "captures_warm": warm, "max_diff": worst}
+
+
+MEASURES: dict[str, Callable[[Place], Figures]] = {
+    "generate": generate,
+    "adapters": adapters,
+    "sleep": sleep,
+    "diffusion": diffusion,
+}
+
+
+def measure(spec: Spec) -> Figures:
+    """All figures of one row."""
+    reset_compiled()
+    place = Place(spec)
+    figures = MEASURES[spec.use](place)
+    found = {**figures, **place.clock.memory(), "captures_end": place.recordings()}
+    if spec.backend == "pgraph":
+        import pgraph
+
+        report = pgraph.report()
+        found |= {
+            "exec_mb": report.exec_bytes / MB,
+            "refused": report.refused,
+            "launches": report.launches,
+            "summary": report.summary(),
+        }
+    return found
+
+
+def main() -> None:
+    """Measure what the first argument says; print one JSON line last."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        sys.exit(__doc__)
+    figures = measure(Spec(**json.loads(sys.argv[1])))
+    sys.stdout.flush()
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
