@@ -253,6 +253,14 @@ def test_the_search_writes_rows_of_the_schema(
     ]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_search_is_refused(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load("largest_batch").main([])
+    assert stopped.value.code == 2
+    assert "there is no GPU, and the search is for what fits a GPU's memory" in capsys.readouterr().err
+
+
 def test_a_search_that_began_too_high_says_so(
     load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +50,32 @@ def rank(losses: list[float], times: list[float], **changes: Any) -> dict[str, A
         "private_pools_mb": 0.0,
         **changes,
     }
+
+
+@pytest.mark.parametrize(
+    ("titan", "triton", "said"),
+    [
+        (False, False, "torchtitan is not installed. Fix: bash .ci/setup examples torchtitan"),
+        (True, False, "torchtitan imports triton, on a CPU too. Fix: .* -m pip install triton"),
+        (True, True, None),
+    ],
+)
+def test_what_torchtitan_lacks_is_told(
+    load: Any, titan: bool, triton: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("_paths")
+    setup = load("titan_setup")
+
+    def version(name: str) -> str:
+        if not titan:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.2.2"
+
+    found = object() if triton else None
+    monkeypatch.setattr(setup.importlib.metadata, "version", version)
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: found)
+    missing = setup.missing()
+    assert missing == said if said is None else re.fullmatch(said, missing)
 
 
 def test_a_plan_is_a_name_or_a_configuration(load: Any) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import socket
+import sys
 import types
 from pathlib import Path
 from typing import Any, Literal
@@ -95,11 +97,13 @@ class Settings:
 
 
 def missing() -> str | None:
-    """What to tell a user who has no torchtitan; None where there is one."""
+    """What to tell a user who lacks torchtitan, or what it imports; None where all is there."""
     try:
         importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
-        return "torchtitan is not installed. Fix: pip install -e '.[torchtitan]'"
+        return "torchtitan is not installed. Fix: bash .ci/setup examples torchtitan"
+    if importlib.util.find_spec("triton") is None:  # builds of torch for a CPU come without
+        return f"torchtitan imports triton, on a CPU too. Fix: {sys.executable} -m pip install triton"
     return None
 
 
