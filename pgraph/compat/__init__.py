@@ -29,12 +29,14 @@ from pgraph.compat.aot import (
 )
 from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
+    compilation,
     evaluate,
     graph_break,
     hearing_graph_breaks,
     is_compiled,
     plain_symbol,
     symbol_source,
+    trace,
     traced_function,
 )
 from pgraph.compat.frames import Compilation, hear_compilations, known_backends
@@ -74,6 +76,7 @@ __all__ = [
     "assert_size_stride",
     "boxed",
     "boxed_module",
+    "compilation",
     "compile_graph",
     "compile_model",
     "compiling_again",
@@ -115,6 +118,7 @@ __all__ = [
     "tangents",
     "tensor_layout",
     "tensor_shims",
+    "trace",
     "traced_function",
     "tracing",
     "unknown_settings",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
+from torch._guards import CompileContext, CompileId, TracingContext
+from torch._logging._internal import trace_structured
 
 __all__ = [
+    "compilation",
     "evaluate",
     "graph_break",
     "hearing_graph_breaks",
     "is_compiled",
     "plain_symbol",
     "symbol_source",
+    "trace",
     "traced_function",
 ]
 
@@ -27,6 +30,28 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
     if found is None or not found.graph_break:
         return None
     return str(found.reason), tuple(found.user_stack)
+
+
+def compilation() -> str | None:
+    """The id of the compilation under way, ``"3/0"``, as logs have it; None where there is none."""
+    found = CompileContext.current_compile_id()
+    return str(found) if found is not None else None
+
+
+def trace(name: str, text: Callable[[], str], of: str | None) -> None:
+    """Add a text to ``TORCH_TRACE``, if anybody listens.
+
+    Args:
+        name: of the file in which `tlparse` shows it.
+        of: the id of the compilation that it is about.
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name.replace(" ", "_"), "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+        compile_id=CompileId.from_string(of),
+    )
 
 
 class _Listener(logging.Handler):

@@ -33,7 +33,7 @@ from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites.checkpoint_rng import unwrap
 from pgraph.rewrites.storage_owners import count_from_owners
-from pgraph.runtime import full_capture, registry
+from pgraph.runtime import full_capture, registry, trace
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.uncaptured import UncapturedPartition
@@ -62,6 +62,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
     if context.options.require_full_capture:
         full_capture.insist(facts)
     _log(facts)
+    trace.cut(facts)
     if context.driver is None:
         return _uncaptured(gm, inputs, context, facts[0])
     if len(partitions) > 1 and context.by_inductor:
@@ -96,6 +97,7 @@ def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[Part
         judged,
         min_ops=min_ops,
         broken=context.origin.broken if context.kind != "backward" else None,
+        compilation=compat.compilation(),
     )
     registry.belongs(graph.number, context.origin.model())
     whole = len(partitions) == 1

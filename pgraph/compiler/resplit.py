@@ -37,7 +37,7 @@ from pgraph.partition.extract import extract
 from pgraph.partition.facts import OpRun, respliced, split_facts
 from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Dispatch, Reason
-from pgraph.runtime import registry
+from pgraph.runtime import registry, trace
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.text import amount
 
@@ -207,6 +207,8 @@ class Splitter:
         stats = made.runners[0].stats
         stats.splits, stats.split_s = self._splits, self._seconds
         registry.renew(stats.facts.graph)
+        found = " and ".join(sorted(self.account.found))
+        trace.cut([runner.stats.facts for runner in made.runners], f"{owner.name} was split around {found}")
         pieces = zip(made.runners, nodes, strict=True)
         self._watch([(runner, part) for runner, part in pieces if isinstance(runner, PartitionRunner)])
         owner.replace(made.run)

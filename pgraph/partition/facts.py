@@ -63,6 +63,7 @@ class GraphFacts:
         min_ops: the option in force when it was cut.
         op_runs: its device ops in the order in which they run.
         broken: why Dynamo ended the graph where it did, if the function went on.
+        compilation: id of Dynamo's compilation that it comes from, ``"3/0"``; None where there was none.
     """
 
     kind: Kind
@@ -70,6 +71,7 @@ class GraphFacts:
     min_ops: int
     op_runs: tuple[OpRun, ...] = ()
     broken: Reason | None = None
+    compilation: str | None = None
 
     @property
     def name(self) -> str:
@@ -148,6 +150,7 @@ def graph_facts(
     *,
     min_ops: int,
     broken: Reason | None = None,
+    compilation: str | None = None,
 ) -> tuple[GraphFacts, dict[Node, Reason]]:
     """The facts of a graph, and for each refused node the reason at the root of it.
 
@@ -156,7 +159,7 @@ def graph_facts(
         judged: what the safety rules said of each node.
     """
     causes = causes_of(graph, judged)
-    return GraphFacts(kind, number, min_ops, _op_runs(partitions, causes), broken), causes
+    return GraphFacts(kind, number, min_ops, _op_runs(partitions, causes), broken, compilation), causes
 
 
 def _op_runs(partitions: Sequence[Partition], causes: Mapping[Node, Reason]) -> tuple[OpRun, ...]:

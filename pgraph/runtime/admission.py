@@ -17,7 +17,7 @@ from pgraph.errors import CaptureError, MatchError
 from pgraph.launch.program import program_of
 from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
-from pgraph.runtime import full_capture, progress, registry, trimming
+from pgraph.runtime import full_capture, progress, registry, trace, trimming
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
@@ -255,6 +255,7 @@ class Admission:
             self._stats.name,
             reason,
         )
+        trace.refused(self._stats.facts, reason)
 
     def insist(self, reason: Reason | None) -> None:
         """In hard mode a refusal is an error, at this call and at every later one.
