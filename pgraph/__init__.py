@@ -59,3 +59,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'pgraph' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All public names, those that nobody has asked for yet as well."""
+    return sorted({*globals(), *__all__})

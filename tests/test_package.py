@@ -31,6 +31,13 @@ def test_importing_brings_neither_torch_nor_cuda() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_dir_is_complete_from_the_start() -> None:
+    done = python(
+        "import pgraph; print(set(pgraph.__all__) - set(dir(pgraph)), '__version__' in dir(pgraph))"
+    )
+    assert (done.stdout.strip(), done.stderr) == ("set() True", "")
+
+
 def test_public_names_resolve() -> None:
     for name in pgraph.__all__:
         assert callable(getattr(pgraph, name))
