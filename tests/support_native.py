@@ -226,7 +226,7 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
     tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
     built = Built(template, execs, device, 0.0)  # type: ignore[arg-type]
     saved = frozenset(range(3, len(outputs))) if case.get("saved") else frozenset[int]()
-    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), saved)
+    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), saved, slack_bytes=8 << 20)
 
 
 CASE = {

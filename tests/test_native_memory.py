@@ -11,7 +11,7 @@ import pytest
 import torch
 from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
-from pgraph.launch.allocations import SAVED_ALL, SAVED_MOST, apart, smallest
+from pgraph.launch.allocations import SAVED_MOST, apart, smallest
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
@@ -104,12 +104,10 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
 
 def test_the_smallest_results_share_memory() -> None:
     sizes = {block: 512 * (100 - block) for block in range(100)}
-    assert smallest(sizes, 0) == frozenset(sizes)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, 0) == frozenset(sizes)
-    many = dict.fromkeys(range(40), SAVED_MOST)
-    assert smallest(many, 0) == frozenset(range(SAVED_ALL // SAVED_MOST)), "no more in all"
-    assert smallest(many, 500 << 20) == frozenset(range(5 * 4)), "or one percent"
-    assert smallest({}, 0) == frozenset()
+    assert smallest(sizes, 8 << 20) == frozenset(sizes)
+    assert smallest({**sizes, 100: SAVED_MOST + 512}, 8 << 20) == frozenset(sizes)
+    assert smallest(sizes, 512 * 6) == {97, 98, 99}, "of 1,536, 1,024 and 512 bytes"
+    assert smallest(sizes, 511) == smallest({}, 8 << 20) == frozenset()
 
 
 def test_results_come_out_of_their_piece_with_their_values() -> None:

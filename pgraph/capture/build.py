@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pgraph.drivers.interface import Driver, Exec
 from pgraph.errors import MatchError
 from pgraph.template.match import match
 from pgraph.template.packing import Lifetime, survives
-from pgraph.template.plan import Plan, make_plan
+from pgraph.template.plan import GRANULE, Plan, make_plan
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording
 from pgraph.template.template import Region, Slot, Template
@@ -115,12 +115,31 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage.data_ptr(), storage.nbytes(), 0
 
 
-def _shared(inputs: Sequence[torch.Tensor]) -> list[int]:
-    """For each input the first one in the same storage: autograd saves a tensor and its alias as two."""
+def _shared(inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each input the first one in the same storage, and the byte of it where it begins.
+
+    Autograd saves a tensor and its alias as two, and small ones share memory (Note [Saved in one piece]).
+    """
     first: dict[int, int] = {}
     # Empty storages have no address and share nothing.
     addresses = [t.untyped_storage().data_ptr() or -i for i, t in enumerate(inputs, 1)]
-    return [first.setdefault(address, i) for i, address in enumerate(addresses)]
+    starts = [int(t.storage_offset()) * t.element_size() for t in inputs]
+    return [
+        (first.setdefault(address, i), start)
+        for i, (address, start) in enumerate(zip(addresses, starts, strict=True))
+    ]
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Bytes of one storage that these (start, bytes) lie in, small gaps between them included."""
+    total = end = 0
+    apart = False
+    for i, (start, nbytes) in enumerate(sorted(ranges)):
+        gap = start - end if i else 0
+        apart |= i > 0 and gap >= 0
+        total += nbytes if gap >= GRANULE else max(0, nbytes + gap)
+        end = max(end, start + nbytes) if i else start + nbytes
+    return -(-total // GRANULE) * GRANULE if apart else total
 
 
 def _template(
@@ -129,7 +148,7 @@ def _template(
     b: Recording,
     slots: tuple[Slot, ...],
     kept_inputs: frozenset[int],
-    shared: Sequence[int],
+    shared: Sequence[tuple[int, int]],
     slack_bytes: int,
 ) -> Template:
     n = len(a.nodes)
@@ -186,17 +205,19 @@ def _plan(
     order: Topology,
     regions: Sequence[Region],
     slots: tuple[Slot, ...],
-    shared: Sequence[int],
+    shared: Sequence[tuple[int, int]],
     slack_bytes: int,
 ) -> Plan:
     """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
     # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
     # later calls: that concerns how well the memory is planned, not what is right.
-    last = {first: i for i, first in sorted(enumerate(shared), key=lambda pair: regions[pair[0]].death)}
-    largest: dict[int, int] = {}
-    for i, first in enumerate(shared):
-        largest[first] = max(largest.get(first, 0), regions[i].nbytes)
-    held = {i: largest[first] if last[first] == i else 0 for i, first in enumerate(shared)}
+    mates: dict[int, list[int]] = {}
+    for i, (first, _) in enumerate(shared):
+        mates.setdefault(first, []).append(i)
+    held = dict.fromkeys(range(len(shared)), 0)
+    for group in mates.values():
+        last = max(group, key=lambda i: (regions[i].death, i))
+        held[last] = _covered((shared[i][1], regions[i].nbytes) for i in group)
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
     n = len(order.joins) - 1

@@ -16,7 +16,8 @@ at its start, which must not make a difference:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), also together (`SAVED_ALL`).
+* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and all of them together are
+  no more than half of what a launch may exceed the peak by, or one percent of the peak.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from pgraph.template.plan import GRANULE
 
 __all__ = [
     "PIECE_MOST",
-    "SAVED_ALL",
     "SAVED_MOST",
     "TEMPORARY_MOST",
     "Allocation",
@@ -44,9 +44,6 @@ __all__ = [
 
 SAVED_MOST = 256 << 10
 """Bytes of a result that may share a piece."""
-
-SAVED_ALL = 4 << 20
-"""Bytes of all of them; or one percent of the peak, if that is more. The smallest come first."""
 
 TEMPORARY_MOST = 512 << 10
 """Bytes of a temporary that may."""
@@ -109,14 +106,14 @@ def may_share(example: Any) -> bool:
     return example.numel() * example.element_size() <= SAVED_MOST
 
 
-def smallest(blocks: Mapping[int, int], peak: int) -> frozenset[int]:
+def smallest(blocks: Mapping[int, int], room: int) -> frozenset[int]:
     """The results' blocks that share pieces.
 
     Args:
         blocks: bytes of each one that may.
-        peak: bytes at the peak of the launch.
+        room: bytes of all of them together, at most.
     """
-    room, chosen = max(SAVED_ALL, peak // 100), list[int]()
+    chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):
         room -= blocks[block]
         if room < 0 or blocks[block] > SAVED_MOST:

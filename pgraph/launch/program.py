@@ -99,11 +99,14 @@ _Layouts = dict[int, TensorSpec]  # by block
 _Types = dict[int, torch.dtype]
 
 
-def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()) -> Program:
+def program_of(
+    built: Built, guards: Guards, saved: frozenset[int] = frozenset(), slack_bytes: int = 0
+) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold.
 
     Args:
         saved: positions of results that may share memory (Note [Saved in one piece]).
+        slack_bytes: see `pgraph.template.plan.make_plan`.
     """
     template = built.template
     direct, dtypes = _output_blocks(built)
@@ -111,7 +114,7 @@ def program_of(built: Built, guards: Guards, saved: frozenset[int] = frozenset()
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of = _saved_blocks(built, results, saved)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
-    chosen = smallest(sizes, template.plan.peak)
+    chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100))
     sizes = {block: nbytes for block, nbytes in sizes.items() if block in chosen}
     chunks: list[ChunkLaunch] = []
     places: Places = {}

@@ -161,7 +161,7 @@ class Admission:
             self._given_up.add(self._sizes.of(args))
 
     def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
-        tensors = specialization.guards.tensors
+        code, tensors = self.code, specialization.guards.tensors
         kept = frozenset(i for i, guard in enumerate(tensors) if guard.position in self.code.static)
         try:
             built = build(
@@ -174,7 +174,8 @@ class Admission:
                 kept_inputs=kept,
                 slack_bytes=self._options.memory_slack_mb << 20,
             )
-            program = program_of(built, specialization.guards, self.code.sharing())
+            saved, slack_bytes = code.sharing(), self._options.memory_slack_mb << 20
+            program = program_of(built, specialization.guards, saved, slack_bytes)
         except (CaptureError, MatchError) as e:
             self.refuse(specialization, self._stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:
