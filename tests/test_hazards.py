@@ -126,7 +126,7 @@ def test_hazard_1_result_inside_scratch(monkeypatch: pytest.MonkeyPatch) -> None
         nbytes = like.numel() * like.element_size()
         address = self.arena.take(3 * nbytes)
         self._hidden.append(HiddenAllocation(address, 3 * nbytes, freed=True))
-        self._add("memset", "scratch", (0xA5, 3 * nbytes), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, 3 * nbytes])
         return self.arena.tensor(address + nbytes, like.size(), like.stride(), like.dtype)
 
     monkeypatch.setattr(host_driver.HostSession, "_result", inside)
@@ -173,7 +173,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             HiddenAllocation(workspace, SIZE, True),
         ]
         self._add("kernel", "prepare", (host_driver.TABLE, len(words)), [table, *words])
-        self._add("memset", "workspace", (0xA5, SIZE), [workspace])
+        self._add("memset", "workspace", (), [workspace, 0xA5, SIZE])
         self._add("kernel", name, (call, codes, "table"), [table])
 
     def by_last_visible_use(

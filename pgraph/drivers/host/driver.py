@@ -2,8 +2,8 @@
 
 * Capture records; nothing runs. Ghost addresses are reserved without access rights, so that an op
   that touches data while it is being captured crashes, as it would misbehave under CUDA.
-* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses
-  inside; memcpy and memset nodes hold addresses and a size.
+* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses, sizes,
+  strides and numbers inside; memcpy and memset nodes hold addresses and a number of bytes.
 * A launch decodes the addresses and runs the op on whatever memory they name: a wrong slot gives
   wrong numbers. Where a recording forks, nodes that were recorded later run first if they may.
 * Ops that read data on the host, draw random numbers or have data-dependent shapes cannot be
@@ -143,7 +143,7 @@ class HostSession(Session):
         # Scratch, twice as large as the result, written and freed; the result takes its place.
         address = self.arena.take(2 * nbytes)
         self._hidden.append(HiddenAllocation(address, 2 * nbytes, freed=True))
-        self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, 2 * nbytes])
         return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
 
     def _beyond(self, name: str) -> list[int]:
@@ -153,7 +153,7 @@ class HostSession(Session):
             return []
         address = self.arena.take(_SCRATCH)
         self._hidden.append(HiddenAllocation(address, _SCRATCH, freed=True))
-        self._add("memset", "scratch", (0xA5, _SCRATCH), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, _SCRATCH])
         return [address + _SCRATCH + distance]
 
     def _reusing(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
@@ -171,9 +171,9 @@ class HostSession(Session):
         if name in fault.active().elsewhere:
             return
         if (copy := as_copy(op, args, kwargs, fresh)) is not None:
-            self._add("memcpy", name, (copy[2],), [copy[0], copy[1]])
+            self._add("memcpy", name, (), list(copy))
         elif (fill := as_fill(op, args, fresh)) is not None:
-            self._add("memset", name, (0, fill[1]), [fill[0]])
+            self._add("memset", name, (), [fill[0], 0, fill[1]])
         else:
             leaves, spec = tree_flatten((args, kwargs))
             codes, words = encode(leaves)

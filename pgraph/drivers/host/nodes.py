@@ -88,26 +88,34 @@ class KernelCall:
 
 
 def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """(codes, words): a word per tensor and per integer, everything else stands in the code."""
+    """(codes, words): a word per number, and for a tensor its address, sizes, strides and offset. All else
+    stands in the code."""
     codes: list[Any] = []
     words: list[int] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            bits = leaf.is_conj(), leaf.is_neg()
-            layout = tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype, int(leaf.storage_offset())
-            codes.append(("tensor", *layout, *bits))
-            words.append(leaf.data_ptr())
+            codes.append(("tensor", leaf.dim(), leaf.dtype, leaf.is_conj(), leaf.is_neg()))
+            words += [leaf.data_ptr(), *leaf.size(), *leaf.stride(), int(leaf.storage_offset())]
         elif type(leaf) is int:
             codes.append(("int",))
             words.append(leaf)
+        elif type(leaf) is float:
+            codes.append(("float",))
+            words += struct.unpack("=Q", struct.pack("=d", leaf))
         else:
             codes.append(("value", leaf))
     return tuple(codes), words
 
 
 def kinds(codes: Sequence[Any]) -> list[str]:
-    """What each word stands for: a tensor or an integer."""
-    return [code[0] for code in codes if code[0] != "value"]
+    """What each word stands for: a tensor's address, its layout, or a number."""
+    found: list[str] = []
+    for code in codes:
+        if code[0] == "tensor":
+            found += ["tensor", *["layout"] * (2 * code[1] + 1)]
+        elif code[0] != "value":
+            found.append(code[0])
+    return found
 
 
 def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
@@ -115,10 +123,14 @@ def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
     at = iter(words)
     for code in codes:
         if code[0] == "tensor":
-            values.append(_tensor_at(next(at), *code[1:]))
+            _, dim, dtype, conj, neg = code
+            address, *layout, offset = (next(at) for _ in range(2 * dim + 2))
+            values.append(_tensor_at(address, layout[:dim], layout[dim:], dtype, offset, conj, neg))
         elif code[0] == "int":
             word = next(at)
             values.append(word - (1 << 64) if word >> 63 else word)
+        elif code[0] == "float":
+            values.append(struct.unpack("=d", struct.pack("=Q", next(at)))[0])
         else:
             values.append(code[1])
     return values
@@ -143,9 +155,9 @@ def _tensor_at(
 def run(node: NodeRecord, params: bytearray) -> None:
     words = struct.unpack_from(f"={len(params) // 8}Q", params)
     if node.kind == "memcpy":
-        ctypes.memmove(words[0], words[1], node.header[0])
+        ctypes.memmove(*words)
     elif node.kind == "memset":
-        ctypes.memset(words[0], node.header[0], node.header[1])
+        ctypes.memset(*words)
     elif node.header[0] is TABLE:
         ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
     else:
