@@ -27,6 +27,7 @@ __all__ = [
     "refuse_mixed_norms",
     "refuse_random",
     "run",
+    "spoil",
 ]
 
 aten = torch.ops.aten
@@ -152,7 +153,8 @@ def _tensor_at(
     return lazily(torch.empty(0, dtype=dtype, device=_CPU).set_(storage, offset, size, stride), conj, neg)
 
 
-def run(node: NodeRecord, params: bytearray) -> None:
+def run(node: NodeRecord, params: bytes | bytearray) -> None:
+    """Do what a node does with these parameters."""
     words = struct.unpack_from(f"={len(params) // 8}Q", params)
     if node.kind == "memcpy":
         ctypes.memmove(*words)
@@ -169,6 +171,17 @@ def run(node: NodeRecord, params: bytearray) -> None:
             pairs = zip(words, kinds(codes), strict=False)
             words = tuple((w + rest[1]) % (1 << 64) if kind == "tensor" else w for w, kind in pairs)
         call(_decode(codes, words))
+
+
+def spoil(node: NodeRecord, params: bytes | bytearray) -> None:
+    """What becomes of a kernel's results where it was launched with attributes that are not its own."""
+    call, codes, *_ = node.header
+    tensors = [
+        leaf for leaf in _decode(codes, struct.unpack_from(f"={len(params) // 8}Q", params)) if _dense(leaf)
+    ]
+    results = tensors[-len(call.positions) :] if isinstance(call, OpCall) and call.positions else tensors[:1]
+    for result in results:
+        result.fill_(77)
 
 
 def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
@@ -202,8 +215,8 @@ def refuse_mixed_norms(op: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous() and t.numel() > 0
+def _dense(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_contiguous() and t.numel() > 0
 
 
 def as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple[int, int, int] | None:
