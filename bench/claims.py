@@ -42,7 +42,8 @@ import worker
 from torch import Tensor
 from workers import Figures, last_error, start_worker
 
-from pgraph.drivers.interface import Driver, Exec
+from pgraph.drivers.execs import Recipe
+from pgraph.drivers.interface import Driver
 from pgraph.template.template import Slot
 
 MEASURES = ("launch", "exec", "address", "malloc", "graphs")
@@ -100,11 +101,11 @@ class Work:
 
 
 @contextlib.contextmanager
-def recorded(driver: Driver, nodes: int) -> Iterator[Callable[[], Exec]]:
+def recorded(driver: Driver, nodes: int) -> Iterator[Callable[[], Recipe]]:
     """The work as a graph on ghost memory, with the three addresses of every node as slots.
 
     Yields:
-        What makes an exec of it; ghost memory is still there.
+        What makes an exec and a recipe of it; ghost memory is still there.
     """
     aten = torch.ops.aten
     with driver.capture_lock(), driver.arena(0) as arena:
@@ -131,11 +132,15 @@ def recorded(driver: Driver, nodes: int) -> Iterator[Callable[[], Exec]]:
             for k, (word,) in enumerate(struct.iter_unpack("=Q", node.params))
             if word in where
         ]
-        yield lambda: driver.instantiate(graph, found, 0, nodes, slots)
+
+        def make() -> Recipe:
+            return driver.recipe(driver.instantiate(graph, found, 0, nodes, slots), found, 0, nodes, slots)
+
+        yield make
 
 
-def exec_of(driver: Driver, nodes: int) -> Exec:
-    """The work as one exec."""
+def exec_of(driver: Driver, nodes: int) -> Recipe:
+    """The work as one exec, with its recipe."""
     with recorded(driver, nodes) as make:
         return make()
 

@@ -35,9 +35,10 @@ class Options:
     warmup: int = 1
     # A safe partition with fewer device ops between unsafe ones runs uncaptured.
     min_ops: int = 3
-    # MiB of device memory that the captures of this process may take on each device; None: 1 % of the
-    # device's memory, at least 256. The least useful go. It counts for all compiled models together, as
-    # memory is what they share; if their options differ, each keeps what it adds within its own.
+    # MiB of memory that the captures of this process may take on each device (execs), and as many of the
+    # host's (recipes); None: 1 % of the device's memory, at least 256. The least useful go. It counts for all
+    # compiled models together, as memory is what they share; if their options differ, each keeps what it adds
+    # within its own.
     capture_memory_mb: int | None = None
     # Captures kept per partition (one per set of shapes and alignments), the least recently used goes; None:
     # as many as there is memory for.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import pgraph
-from pgraph.drivers.interface import Exec
+from pgraph.drivers.execs import Recipe
 from pgraph.launch.program import Program
 
 TIGHT = {"rtol": 1e-5, "atol": 1e-5}
@@ -148,14 +148,17 @@ def check_lazy_gradients(
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-class ExecOf(Exec):
-    """An exec whose launches are this function's."""
+class RecipeOf(Recipe):
+    """A recipe whose launches are this function's."""
 
     def __init__(self, launch: Callable[[list[int], int], int]) -> None:
         self._launch = launch
 
     def launch(self, bases: list[int], stream: int) -> int:
         return self._launch(bases, stream)
+
+    def fits(self) -> bool:
+        return True
 
 
 def change_program(partition: Any, **changes: Any) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from pgraph.capture.build import Built
-from pgraph.drivers.interface import Exec
+from pgraph.drivers.execs import Exec, ExecSet, Recipe
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
@@ -22,11 +23,11 @@ from pgraph.launch.lookup import numbered
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
-from pgraph.native.structs import ExecEntry, NodeEntry
+from pgraph.native.structs import ExecEntry, NodeEntry, RecipeEntry, SettingEntry, SlotEntry
 from pgraph.template.packing import Lifetime
 from pgraph.template.plan import make_plan
-from pgraph.template.recording import NodeRecord, OutputSpec, TensorSpec
-from pgraph.template.template import Region, Slot, Template
+from pgraph.template.recording import OutputSpec, TensorSpec
+from pgraph.template.template import Region, Slot, Template, node_facts
 
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -34,33 +35,50 @@ _ALLOC = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(ctypes
 _FREE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 _WORKSPACE = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
 _CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+_numbers = itertools.count(1)
 SIDE = 8  # tensors are SIDE x SIDE floats, unless a region says otherwise
 
 
 class FakeExec(Exec):
-    """The native helper's exec over callbacks; each launch is told to the device, words and all."""
+    """The native helper's exec over callbacks; each launch is told to the device, with the slots' words."""
 
-    def __init__(self, device: FakeDevice, slots: list[Slot], first: int, last: int) -> None:
+    def __init__(self, device: FakeDevice, first: int, last: int) -> None:
         self._device = device
-        mine = [s for s in slots if first <= s.node < last]
-        self.slots = mine
-        rows = [x for i, s in enumerate(mine) for x in (i, s.region, s.delta)]
-        self._slots = (ctypes.c_int64 * max(len(rows), 1))(*rows)
-        self.words = (ctypes.c_uint64 * max(len(mine), 1))()
-        nodes = []
-        for node in range(first, last):
-            at = [i for i, s in enumerate(mine) if s.node == node]
-            nodes.append(NodeEntry(0, node + 1, 1, min(at, default=0), max(at, default=-1) + 1))
+        nodes = [NodeEntry(0, node + 1) for node in range(first, last)]
         self._nodes = (NodeEntry * max(len(nodes), 1))(*nodes)
-        self._keep = (_SET(lambda e, n, p: 0), _LAUNCH(self._launched))
+        self._keep = (_SET(self._set), _LAUNCH(self._launched))
         setter, launch = (libraries.address_of(f) for f in self._keep)
         self._calls = (ctypes.c_void_p * 4)(setter, setter, setter, launch)
-        tables = [ctypes.addressof(x) for x in (self._calls, self._nodes, self._slots, self.words)]
-        self._entry = ExecEntry(tables[0], 1, 1, tables[1], len(nodes), tables[2], tables[3], 0)
-        self.entry = ctypes.addressof(self._entry)
+        tables = [ctypes.addressof(x) for x in (self._calls, self._nodes)]
+        self.state = ExecEntry(tables[0], 1, 1, tables[1], len(nodes))
+        self.recipes: weakref.WeakValueDictionary[int, FakeRecipe] = weakref.WeakValueDictionary()
+        self.set_to: FakeRecipe | None = None
+
+    def _set(self, handle: Any, node: int, params: int) -> int:
+        self.set_to = self.recipes[params]
+        return 0
 
     def _launched(self, handle: Any, stream: Any) -> int:
-        return self._device.launched(self.slots, list(self.words)[: len(self.slots)])
+        recipe = self.set_to if self.set_to is not None else next(iter(self.recipes.values()))
+        return self._device.launched(recipe.slots, list(recipe.words)[: len(recipe.slots)])
+
+
+class FakeRecipe(Recipe):
+    """What has an exec of stand-ins launch."""
+
+    def __init__(self, exec: FakeExec, slots: list[Slot], first: int, last: int) -> None:
+        self.exec = exec
+        mine = [s for s in slots if first <= s.node < last]
+        self.slots = mine
+        self._slots = (SlotEntry * max(len(mine), 1))(*((i, s.region, s.delta) for i, s in enumerate(mine)))
+        self.words = (ctypes.c_uint64 * max(len(mine), 1))()
+        number = next(_numbers)
+        settings = [SettingEntry(number, sum(s.node <= node for s in mine)) for node in range(first, last)]
+        self._settings = (SettingEntry * max(len(settings), 1))(*settings)
+        tables = [ctypes.addressof(x) for x in (exec.state, self._settings, self._slots, self.words)]
+        self._entry = RecipeEntry(tables[0], number, *tables[1:])
+        self.entry = ctypes.addressof(self._entry)
+        exec.recipes[number] = self
 
     def launch(self, bases: list[int], stream: int) -> int:
         today = (ctypes.c_uint64 * len(bases))(*bases)
@@ -70,6 +88,9 @@ class FakeExec(Exec):
         if code < 0:
             raise DriverError(f"code {-code}")
         return int(code)
+
+    def fits(self) -> bool:
+        return True
 
 
 class FakeDevice:
@@ -220,11 +241,13 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
         Lifetime(r.index, r.nbytes, r.birth, r.death, r.kind) for r in regions if r.kind != "workspace"
     ]
     plan = make_plan(n, lifetimes, slack_bytes=case["slack"])
-    nodes = tuple(NodeRecord("kernel", "k", (), b"") for _ in range(n))
+    nodes = tuple(node_facts("kernel", "k", 0) for _ in range(n))
     template = Template(nodes, tuple(regions), tuple(slots), tuple(outputs), n_in, plan)
-    execs = tuple(FakeExec(device, slots, chunk.first, chunk.last) for chunk in plan.chunks)
+    borders = [(chunk.first, chunk.last) for chunk in plan.chunks]
+    shared = ExecSet(tuple(FakeExec(device, *ends) for ends in borders), template)
+    recipes = tuple(FakeRecipe(e, slots, *ends) for e, ends in zip(shared.execs, borders, strict=True))
     tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
-    built = Built(template, execs, device, 0.0)  # type: ignore[arg-type]
+    built = Built(template, recipes, shared, device, 0.0)  # type: ignore[arg-type]
     saved = frozenset(range(3, len(outputs))) if case.get("saved") else frozenset[int]()
     return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), saved, slack_bytes=8 << 20)
 

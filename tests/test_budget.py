@@ -16,7 +16,8 @@ from support import host, same
 from torch import Tensor
 
 import pgraph
-from pgraph.runtime import cache, registry
+from pgraph.drivers.host.driver import HostSession
+from pgraph.runtime import cache, holdings, registry
 from pgraph.runtime.budget import Budget, limit_of
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 
@@ -32,14 +33,32 @@ def two(x: Tensor) -> Tensor:
     return x.cumsum(-1)
 
 
+def nodes_take(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cache, holdings):
+        monkeypatch.setattr(module, "NODE_BYTES", nbytes)
+
+
 @pytest.fixture(autouse=True)
-def _nodes_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "NODE_BYTES", MIB // ROOM)
+def _each_size_takes_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture has an exec of its own, as where launch attributes cannot be read."""
+    nodes_take(MIB // ROOM, monkeypatch)
+    monkeypatch.setattr(HostSession, "_kept", lambda *args: None)
 
 
-def total() -> int:
+@pytest.fixture
+def _sizes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But here they do, and it is the host's memory that they take much of."""
+    monkeypatch.setattr(HostSession, "_kept", KEPT)
+    nodes_take(1000, monkeypatch)
+    monkeypatch.setattr(holdings, "RECIPE_BYTES", MIB // ROOM - 1000)
+
+
+KEPT = HostSession._kept
+
+
+def total(which: int = 0) -> int:
     gc.collect(0)
-    return cache._budgets[torch.device("cpu")].total()
+    return cache._budgets[torch.device("cpu")][which].total()
 
 
 def kept(number: int = 0) -> list[int]:
@@ -56,7 +75,7 @@ def compiled(fn: Callable[[Tensor], Tensor], **options: Any) -> Callable[[int], 
         before = pgraph.report().launches
         x = torch.randn(n, 3)
         same(graph(x), fn(x))
-        assert total() <= MIB
+        assert max(total(0), total(1)) <= MIB
         return pgraph.report().launches > before
 
     return call
@@ -129,7 +148,7 @@ def test_the_least_useful_goes_first() -> None:
 def test_what_needs_more_than_all_of_it_is_captured_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "NODE_BYTES", 2 * MIB)
+    nodes_take(2 * MIB, monkeypatch)
     call = compiled(one, dynamic=False)
     assert not any(call(5) for _ in range(5 * PATIENCE))
     assert (pgraph.report().captures, total(), pgraph.report().exec_bytes) == (1, 0, 0)
@@ -181,6 +200,52 @@ def test_a_partition_that_another_thread_is_busy_with_keeps_what_it_has() -> Non
     assert kept(1) == [9]
 
 
+@pytest.mark.usefixtures("_sizes_share")
+def test_recipes_take_the_hosts_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """They are as few as there is memory for, and the next one needed never goes; one exec serves all."""
+    call = compiled(one)
+    launched = [call(n) for n in [5, 6, 7, 8, 9, 10, 11] * 20]
+    assert kept() == [5, 6, 7]
+    assert (sum(launched), total(0)) == (ROOM * 19, 1000)
+    (told,) = heard(caplog, "capture_memory_mb")
+    assert "raise capture_memory_mb" in told
+    for _ in range(3 * PATIENCE):
+        call(11)
+    assert 11 in kept()
+    assert len(kept()) == ROOM
+
+
+@pytest.mark.usefixtures("_sizes_share")
+def test_sizes_that_share_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device's memory is short, and a new model needs all of it, all of them go."""
+    nodes_take(MIB * 2 // 3, monkeypatch)
+    monkeypatch.setattr(holdings, "RECIPE_BYTES", 100)
+    first, second = compiled(one), compiled(two)
+    for n in (5, 6, 7, 8, 9) * 3:
+        first(n)
+    assert (len(kept()), total()) == (5, MIB * 2 // 3)
+    for _ in range(3 * PATIENCE):
+        second(9)
+    assert (kept(0), kept(1)) == ([], [9])
+    assert total(1) < 1000, "the others' recipes went, too"
+    for _ in range(2 * PATIENCE):
+        for n in (5, 6, 7):
+            first(n)
+            second(9)
+    assert kept(0) == [], "models in turn do not push each other out"
+
+
+def test_sizes_that_turn_out_not_to_share_stop_being_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is taken for one that shares: once, and then known not to."""
+    nodes_take(MIB * 2 // 3, monkeypatch)
+    call = compiled(one)
+    for _ in range(PATIENCE):
+        call(5)
+        call(6)
+    assert pgraph.report().captures == 2
+    assert kept() == [5]
+
+
 @given(
     room=st.integers(1, 4),
     blocks=st.lists(
@@ -197,7 +262,7 @@ def test_random_sizes_of_two_models(
     """Right numbers, never too much memory, and captures no more often than patience allows."""
     pgraph.reset()
     torch._dynamo.reset()
-    monkeypatch.setattr(cache, "NODE_BYTES", MIB // room)
+    nodes_take(MIB // room, monkeypatch)
     calls = compiled(one), compiled(two)
     made = pgraph.report().captures
     for which, sizes, times in blocks:
@@ -237,15 +302,10 @@ class Partition:
         self.captures = list(captures)
         self.lock = threading.RLock()
 
-    @property
-    def nbytes(self) -> int:
+    def takes(self, memory: str) -> int:
         return sum(c.nbytes for c in self.captures)
 
-    @nbytes.setter
-    def nbytes(self, value: int) -> None:
-        raise AssertionError(value)
-
-    def held(self) -> list[Capture]:
+    def held(self, memory: str) -> list[Capture]:
         return list(self.captures)
 
     def catch_up(self) -> None:

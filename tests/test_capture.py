@@ -11,6 +11,7 @@ import torch
 
 from pgraph.capture.record import record
 from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.host.nodes import run
 from pgraph.errors import CaptureError
 
 
@@ -94,3 +95,40 @@ def test_after_a_failure_the_ghosts_wait_for_the_device(fails: bool) -> None:
         with pytest.raises(CaptureError) if fails else contextlib.nullcontext():
             record(driver, arena, fn, [torch.ones(4)], [16])
         assert arena.touched is fails
+
+
+def test_a_size_is_in_the_parameters_as_on_a_device() -> None:
+    """Two sizes of one function: the same kernels, copies and fills, on other bytes."""
+
+    def fn(args: list[Any]) -> Any:
+        x = args.pop()
+        y = torch.zeros_like(x).add_(x, alpha=2).mul_(1 / x.shape[0])
+        return (y.clone(), y.view(-1, 2).sum(1))
+
+    (small, _), (large, _) = (_capture(fn, torch.ones(n, 4)) for n in (3, 5))
+    assert [n.kind for n in small.nodes] == ["memset", "kernel", "kernel", "memcpy", "kernel"]
+    for a, b in zip(small.nodes, large.nodes, strict=True):
+        assert (a.kind, a.name, a.header, len(a.params)) == (b.kind, b.name, b.header, len(b.params))
+        assert a.params != b.params
+
+
+@pytest.mark.parametrize("number", [-0.0, 0.1, float("nan"), float("-inf"), -3, 1 << 40])
+def test_a_number_comes_back_as_it_was(number: float) -> None:
+    x, target = torch.ones(2), -torch.zeros(2)
+
+    def fn(args: list[Any]) -> Any:
+        y, z = args
+        args.clear()
+        torch.ops.aten.add_.Tensor(z, y, alpha=number)
+        return ()
+
+    recording, _ = _capture(fn, x, target)
+    (node,) = recording.nodes
+    params = bytearray(node.params)
+    ghosts = {a.address: t.data_ptr() for a, t in zip(recording.allocations, (x, target), strict=True)}
+    for offset in range(0, len(params), 8):
+        word = int.from_bytes(params[offset : offset + 8], "little")
+        params[offset : offset + 8] = ghosts.get(word, word).to_bytes(8, "little")
+    run(node, params)
+    torch.testing.assert_close(target, x * number, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(target), torch.signbit(x * number)) or number != number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from pgraph.template.template import Slot
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
-cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
+cuda_graph = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
+cuda_kept = pytest.importorskip("pgraph.drivers.cuda.kept", reason="needs cuda-bindings")
 
 
 def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
@@ -47,7 +49,7 @@ def test_copies_that_no_launch_changes_are_not_sent_elsewhere() -> None:
     kinds = ("kernel", "memset", "memcpy", "memset")
     nodes = [NodeRecord(kind, kind, (), bytes(16)) for kind in kinds]
     slots = [Slot(0, 0, 0, 0), Slot(2, 0, 1, 0), Slot(2, 8, 0, 0), Slot(3, 0, 0, 0)]
-    assert cuda_exec._rebound_copies(nodes, slots) == [2, 3]
+    assert cuda_graph._rebound_copies(nodes, slots) == [2, 3]
 
 
 def test_a_driver_is_not_closed_while_somebody_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +101,14 @@ class Graphs:
         del self.graphs[graph]
         return (self.CUresult.CUDA_SUCCESS,)
 
-    CUresult = cuda_exec.cu.CUresult
+    CUresult = cuda_graph.cu.CUresult
 
 
 def test_a_graph_is_cut_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part has its nodes, nothing else is left, and nodes are copied a few times each."""
     driver = Graphs(160)
-    monkeypatch.setattr(cuda_exec, "cu", driver)
-    graph = cuda_exec.CudaGraph(0, list(driver.graphs[0]))
+    monkeypatch.setattr(cuda_graph, "cu", driver)
+    graph = cuda_graph.CudaGraph(0, list(driver.graphs[0]))
     chunks = [(first, min(first + 7, 160)) for first in range(0, 160, 7)]
     graph.cut(chunks)
     parts = [graph.part(*chunk) for chunk in chunks]
@@ -143,6 +145,7 @@ def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, kernel))
     monkeypatch.setattr(cuda_nodes, "_function_facts", lambda function: (f"f{function:x}", ((0, 8), (8, 12))))
+    monkeypatch.setattr(cuda_kept, "of_kernel", lambda *facts: facts)
     record = cuda_nodes.read_node(0xBEEF)
     assert record == NodeRecord(
         "kernel",
@@ -150,6 +153,7 @@ def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPa
         (0x11, (2, 3, 4), (5, 6, 7), 96, 0x77, ("params", (0, 8))),
         bytes(word) + bytes(pair) + bytes(4),
         ((8, 20),),
+        (0xBEEF, 0x11, 0x77, "params"),
     )
     monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, lambda node, found: 1))
     monkeypatch.setattr(cuda_nodes.cu, "cuGetErrorString", lambda error: (0, b"no"))
@@ -176,36 +180,98 @@ def test_parameters_are_packed_alike_in_c(sizes: list[tuple[int, int]], data: st
         assert packed[0][offset : offset + size] == value
 
 
-@pytest.mark.parametrize("n_nodes", [0, 3])
-def test_what_a_launch_reads_of_an_exec(n_nodes: int) -> None:
-    """Nodes with their slots, each at the word of its own node; parameters begin at multiples of 64 bytes."""
-    records = [
-        NodeRecord("kernel", "k", (1, (1, 2, 3), (4, 5, 6), 7, 8, ("params", (0, 8))), bytes(range(72))),
-        NodeRecord("memset", "memset", (), bytes(40)),
-        NodeRecord("kernel", "k", (2, (1, 1, 1), (1, 1, 1), 0, 8, ("extra",)), bytes(range(16))),
-    ][:n_nodes]
-    slots = [Slot(10, 8, 3, -1), Slot(10, 64, 4, 1 << 40), Slot(12, 0, 5, 0)] if n_nodes else []
-    exec = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
-    exec._layout([100, 101, (1 << 63) + 5][:n_nodes], records, slots, 10)
-    base = ctypes.addressof(exec._words)
-    assert base % 64 == 0
-    if not n_nodes:
-        assert (len(exec._entries), len(exec._slots)) == (0, 0)
-        return
-    assert [(s.word, s.region, s.delta) for s in exec._slots] == [(1, 3, -1), (8, 4, 1 << 40), (24, 5, 0)]
-    assert [(e.kind, e.node, e.first, e.last) for e in exec._entries] == [
-        (0, 100, 0, 2),
-        (2, 101, 2, 2),
-        (0, (1 << 63) + 5, 2, 3),
+@pytest.fixture
+def launch_attributes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], bytes]:
+    """What the driver tells of (node or function, attribute); it fails for what is not there."""
+    told: dict[tuple[int, int], bytes] = {(5, i): bytes([i, 1]) for i in cuda_kept._ATTRIBUTES}
+    told |= {(9, i): bytes([i]) for i in cuda_kept._DEMANDS}
+
+    def of_node(node: int, attribute: int, value: Any) -> int:
+        found = told.get((node, attribute))
+        ctypes.memmove(value, found or b"?", len(found or b"?"))
+        return 0 if found is not None else 1
+
+    def of_function(value: int, attribute: int, function: int) -> int:
+        found = told.get((function, attribute))
+        ctypes.c_int.from_address(value).value = int.from_bytes(found or b"?", "little")
+        return 0 if found is not None else 1
+
+    monkeypatch.setattr(cuda_kept, "_functions", lambda: (of_node, of_function))
+    return told
+
+
+def test_launch_attributes_are_what_an_exec_keeps(launch_attributes: dict[tuple[int, int], bytes]) -> None:
+    """Each one, the function's demands, its context and the way parameters are passed tell nodes apart."""
+    before = cuda_kept.of_kernel(5, 9, 1, "params")
+    assert before is not None
+    assert cuda_kept.of_kernel(5, 9, 1, "params") == before
+    assert cuda_kept.of_kernel(5, 9, 2, "params") != before
+    assert cuda_kept.of_kernel(5, 9, 1, "extra") != before
+    for key in list(launch_attributes):
+        was = launch_attributes[key]
+        launch_attributes[key] = bytes([was[0] + 1, *was[1:]])
+        assert cuda_kept.of_kernel(5, 9, 1, "params") not in (None, before), key
+        launch_attributes[key] = was
+    for hint in cuda_kept._HINTS:
+        launch_attributes[5, hint] = b"\1"
+        assert cuda_kept.of_kernel(5, 9, 1, "params") not in (None, before), hint
+        del launch_attributes[5, hint]
+    assert cuda_kept.of_kernel(5, 9, 1, "params") == before
+
+
+def test_what_cannot_be_read_is_not_known(launch_attributes: dict[tuple[int, int], bytes]) -> None:
+    for key in list(launch_attributes):
+        was = launch_attributes.pop(key)
+        assert cuda_kept.of_kernel(5, 9, 1, "params") is None, key
+        launch_attributes[key] = was
+    assert cuda_kept.of_kernel(5, 9, 1, "params") is not None
+
+
+def test_attributes_are_those_that_are_valid_for_nodes() -> None:
+    """By the driver's own words; the numbers are the driver's."""
+    ids = cuda_nodes.cu.CUlaunchAttributeID
+    told = {a.value: a.__doc__ or "" for a in ids}
+    for_nodes = {value for value, doc in told.items() if doc.startswith("Valid for") and "graph nodes" in doc}
+    assert for_nodes <= {*cuda_kept._ATTRIBUTES, *cuda_kept._HINTS}
+    demands = cuda_nodes.cu.CUfunction_attribute
+    assert [demands(i).name.removeprefix("CU_FUNC_ATTRIBUTE_") for i in cuda_kept._DEMANDS] == [
+        "CLUSTER_SIZE_MUST_BE_SET",
+        "REQUIRED_CLUSTER_WIDTH",
+        "REQUIRED_CLUSTER_HEIGHT",
+        "REQUIRED_CLUSTER_DEPTH",
+        "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
     ]
-    assert exec._entries[1].params == base + 128, "a fill's struct is its parameters"
-    first = cuda_nodes.KernelParams.from_address(exec._entries[0].params)
-    assert (first.func, tuple(first.grid), tuple(first.block), first.shared, first.ctx) == (
-        *(1, (1, 2, 3), (4, 5, 6), 7, 8),
-    )
-    assert tuple((ctypes.c_void_p * 2).from_address(first.kernel_params)) == (base, base + 8)
-    assert ctypes.string_at(base, 72) == bytes(range(72))
-    assert ctypes.string_at(base + 192, 16) == bytes(range(16))
+
+
+def test_copies_keep_all_but_their_length_and_fills_all_but_their_value() -> None:
+    """A copy of rows takes no other length; the driver may refuse a fill of another one."""
+    copy = cuda_nodes.cu.CUDA_MEMCPY3D()
+
+    def copied(length: int, rows: int = 1, **change: Any) -> bytes:
+        copy.srcMemoryType = copy.dstMemoryType = cuda_nodes.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.dstDevice, copy.srcXInBytes = 1 << 40, 2 << 40, 0
+        copy.WidthInBytes, copy.Height, copy.Depth, copy.srcPitch = length, rows, 1, length
+        for name, value in change.items():
+            setattr(copy, name, value)
+        return cuda_kept.of_copy(ctypes.string_at(copy.getPtr(), 200))
+
+    assert copied(8) == copied(64)
+    assert copied(8, 2) != copied(64, 2)
+    assert copied(8) != copied(8, 2)
+    assert copied(8) != copied(8, srcXInBytes=4)
+    assert copied(8, srcMemoryType=cuda_nodes.cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED) != copied(8)
+    assert struct.unpack("=25Q", copied(8))[6] == 1 << 40, "the addresses are for the slots to say"
+    fill = cuda_nodes.cu.CUDA_MEMSET_NODE_PARAMS()
+
+    def filled(**change: int) -> bytes:
+        fill.dst, fill.pitch, fill.value, fill.elementSize, fill.width, fill.height = 1 << 40, 0, 7, 4, 16, 1
+        for name, value in change.items():
+            setattr(fill, name, value)
+        return cuda_kept.of_fill(ctypes.string_at(fill.getPtr(), 40))
+
+    assert filled() == filled(value=9)
+    for change in ({"elementSize": 1}, {"width": 8}, {"height": 2}, {"pitch": 64}, {"dst": 2 << 40}):
+        assert filled() != filled(**change), change
 
 
 def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_language_model_with_a_masked_loss() -> None:
         """\
 pgraph: 4 of 4 partitions captured, 1 graph break
 captured: device ops 45 of 45 (100 %), kernels 45 of 45 (100 %)
-memory of the recordings: 1,560 B of execs
+memory of the recordings: 9,088 B of execs
 not compiled: 18 ops: aten::add_ x 13, aten::index x 2, aten::ones_like, aten::new_zeros, and 1 kind more
 
 What to change first:
@@ -140,25 +140,25 @@ What to change first:
 forward 0
   partition 0: captured, 13 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 4 kinds more
-    1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 416 B of execs
+    1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 2,688 B of execs
     plan: 1 chunk, 17 blocks, peak 62,976 B, eager 61,952 B
 
 forward 1
   partition 0: captured, 2 device ops
     ops: aten::_log_softmax, aten::nll_loss_forward
-    1 capture: 2 kernels; slots 2 input, 4 output, 0 temp; 72 B of execs
+    1 capture: 2 kernels; slots 2 input, 4 output, 0 temp; 232 B of execs
     plan: 1 chunk, 3 blocks, peak 2,560 B, eager 2,048 B
 
 backward 2
   partition 0: captured, 2 device ops
     ops: aten::nll_loss_backward, aten::_log_softmax_backward_data
-    1 capture: 2 kernels; slots 5 input, 1 output, 2 temp; 88 B of execs
+    1 capture: 2 kernels; slots 5 input, 1 output, 2 temp; 328 B of execs
     plan: 1 chunk, 2 blocks, peak 3,072 B, eager 2,560 B
 
 backward 3
   partition 0: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
-    1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
+    1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 5,840 B of execs
     plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
 """,
     )
@@ -177,7 +177,7 @@ def test_language_model_with_a_masked_loss_in_one_graph() -> None:
         """\
 pgraph: 2 of 4 partitions captured
 captured: device ops 41 of 60 (68 %), kernels 41 of 60 (68 %)
-memory of the recordings: 1,400 B of execs
+memory of the recordings: 8,528 B of execs
 not compiled: 14 ops: aten::add_ x 13, aten::ones_like
 
 What to change first:
@@ -189,7 +189,7 @@ What to change first:
 forward 0
   partition 0: captured, 13 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 4 kinds more
-    1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 416 B of execs
+    1 capture: 13 kernels; slots 16 input, 29 output, 4 temp; 2,688 B of execs
     plan: 1 chunk, 17 blocks, peak 62,976 B, eager 61,440 B
   partition 1: uncaptured, 10 device ops
     ops: aten::index x 2, aten::_assert_scalar x 2, aten::sym_size, ge, and 4 kinds more
@@ -205,7 +205,7 @@ backward 1
     fix: use torch.where, masked_fill, or integer indices
   partition 1: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
-    1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 984 B of execs
+    1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 5,840 B of execs
     plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
 """,
     )
@@ -221,19 +221,19 @@ def test_language_model_with_a_padded_loss() -> None:
         """\
 pgraph: all that is compiled is captured
 captured: device ops 44 of 44 (100 %), kernels 44 of 44 (100 %)
-memory of the recordings: 1,536 B of execs
+memory of the recordings: 8,984 B of execs
 not compiled: 14 ops: aten::add_ x 13, aten::ones_like
 
 forward 0
   partition 0: captured, 14 device ops
     ops: aten::addmm x 4, aten::native_layer_norm x 2, aten::add x 2, aten::embedding, and 5 kinds more
-    1 capture: 14 kernels; slots 16 input, 31 output, 6 temp; 464 B of execs
+    1 capture: 14 kernels; slots 16 input, 31 output, 6 temp; 2,816 B of execs
     plan: 1 chunk, 18 blocks, peak 63,488 B, eager 61,952 B
 
 backward 1
   partition 0: captured, 30 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 7 kinds more
-    1 capture: 30 kernels; slots 32 input, 13 output, 57 temp; 1,072 B of execs
+    1 capture: 30 kernels; slots 32 input, 13 output, 57 temp; 6,168 B of execs
     plan: 1 chunk, 16 blocks, peak 104,960 B, eager 60,416 B
 """,
     )
@@ -251,7 +251,7 @@ def test_experts_that_take_their_tokens(traced: bool) -> None:
             """\
 pgraph: 2 of 4 partitions captured
 captured: device ops 6 of 30 (20 %), kernels 6 of 30 (20 %)
-memory of the recordings: 144 B of execs
+memory of the recordings: 600 B of execs
 
 What to change first:
   1. 24 more device ops captured, 3 partitions fewer
@@ -262,7 +262,7 @@ What to change first:
 inference 0
   partition 0: captured, 5 device ops
     ops: aten::addmm, aten::_softmax, aten::topk, aten::zeros_like, and 1 kind more
-    1 capture: 5 kernels; slots 3 input, 5 output, 4 temp; 120 B of execs
+    1 capture: 5 kernels; slots 3 input, 5 output, 4 temp; 528 B of execs
     plan: 1 chunk, 4 blocks, peak 3,584 B, eager 3,072 B
   partition 1: uncaptured, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
@@ -271,7 +271,7 @@ inference 0
     fix: use torch.where(mask, a, b), or torch.nonzero_static with a size
   partition 2: captured, 1 device op
     ops: aten::eq
-    1 capture: 1 kernel; slots 1 input, 1 output, 0 temp; 24 B of execs
+    1 capture: 1 kernel; slots 1 input, 1 output, 0 temp; 72 B of execs
     plan: 1 chunk, 1 block, peak 1,024 B, eager 1,024 B
   partition 3: uncaptured, 12 device ops
     ops: aten::_assert_scalar x 2, aten::index x 2, aten::nonzero, aten::sym_size, and 6 kinds more
@@ -307,12 +307,12 @@ def test_experts_that_take_all_tokens() -> None:
         """\
 pgraph: all that is compiled is captured
 captured: device ops 16 of 16 (100 %), kernels 16 of 16 (100 %)
-memory of the recordings: 400 B of execs
+memory of the recordings: 1,960 B of execs
 
 inference 0
   partition 0: captured, 16 device ops
     ops: aten::addmm x 3, aten::eq x 2, aten::scalar_tensor x 2, aten::where x 2, and 5 kinds more
-    1 capture: 16 kernels; slots 9 input, 1 output, 34 temp; 400 B of execs
+    1 capture: 16 kernels; slots 9 input, 1 output, 34 temp; 1,960 B of execs
     plan: 1 chunk, 6 blocks, peak 6,656 B, eager 6,656 B
 """,
     )
@@ -326,7 +326,7 @@ def test_a_number_read_in_the_middle() -> None:
         """\
 pgraph: 2 of 2 partitions captured, 1 graph break
 captured: device ops 7 of 7 (100 %), kernels 7 of 7 (100 %)
-memory of the recordings: 144 B of execs
+memory of the recordings: 680 B of execs
 
 What to change first:
   1. joins what lies before and after the break, and compiles what Python runs there
@@ -337,13 +337,13 @@ What to change first:
 inference 0
   partition 0: captured, 4 device ops
     ops: aten::mul, aten::cumsum, aten::abs, aten::max
-    1 capture: 4 kernels; slots 1 input, 3 output, 4 temp; 80 B of execs
+    1 capture: 4 kernels; slots 1 input, 3 output, 4 temp; 368 B of execs
     plan: 1 chunk, 3 blocks, peak 2,048 B, eager 1,536 B
 
 inference 1
   partition 0: captured, 3 device ops
     ops: aten::div, aten::cumsum, aten::add
-    1 capture: 3 kernels; slots 1 input, 1 output, 4 temp; 64 B of execs
+    1 capture: 3 kernels; slots 1 input, 1 output, 4 temp; 312 B of execs
     plan: 1 chunk, 2 blocks, peak 1,536 B, eager 1,024 B
 """,
     )
@@ -358,7 +358,7 @@ def test_embedding_convolution_and_lstm() -> None:
         """\
 pgraph: 2 of 2 partitions captured, 1 graph break
 captured: device ops 6 of 6 (100 %), kernels 7 of 7 (100 %)
-memory of the recordings: 352 B of execs
+memory of the recordings: 1,568 B of execs
 not compiled: 22 ops: aten::add_ x 9, aten::zeros x 2, aten::sum x 2, aten::reshape x 2, and 6 kinds more
 
 What to change first:
@@ -370,13 +370,13 @@ What to change first:
 forward 0
   partition 0: captured, 3 device ops
     ops: aten::embedding, aten::convolution, aten::relu
-    1 capture: 3 kernels; slots 4 input, 3 output, 2 temp; 112 B of execs
+    1 capture: 3 kernels; slots 4 input, 3 output, 2 temp; 552 B of execs
     plan: 1 chunk, 3 blocks, peak 3,584 B, eager 3,584 B
 
 backward 1
   partition 0: captured, 3 device ops
     ops: aten::threshold_backward, aten::convolution_backward, aten::embedding_dense_backward
-    1 capture: 4 kernels; slots 7 input, 3 output, 5 temp; 240 B of execs
+    1 capture: 4 kernels; slots 7 input, 3 output, 5 temp; 1,016 B of execs
     plan: 1 chunk, 4 blocks, peak 4,608 B, eager 3,584 B
 """,
     )

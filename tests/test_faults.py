@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import MLP, ExecOf, change_program, host, launching, same, train
+from support import MLP, RecipeOf, change_program, host, launching, same, train
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -332,7 +332,7 @@ def test_a_late_failure_of_a_capture_that_is_gone_refuses_nothing() -> None:
 def one_chunk_more(partition: Any, launch: Any) -> Program:
     """Have the partition launch this at the end; returns the program that it had."""
     (specialization,) = partition.specializations()
-    chunk = ChunkLaunch((), ExecOf(launch), (), ())
+    chunk = ChunkLaunch((), RecipeOf(launch), (), ())
     return change_program(partition, chunks=(*specialization.program.chunks, chunk))
 
 

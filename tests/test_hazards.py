@@ -13,14 +13,15 @@ import torch
 from support import host, launching, same, shows, with_and_without
 from torch import Tensor
 
-import pgraph
 from pgraph.capture import build, record
 from pgraph.drivers.host import driver as host_driver
+from pgraph.drivers.host import execs as host_execs
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.launch import interpreter
 from pgraph.launch.guards import Guards
 from pgraph.launch.program import Program
+from pgraph.runtime import registry
 from pgraph.template import match
 from pgraph.template.template import Slot, Template
 
@@ -32,19 +33,19 @@ SIZE = 4 * N * N  # bytes of a matrix: more than the planner's granule, so that 
 def no_ghost_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that would read or write a ghost, and crash, fails the check instead."""
     ranges: list[tuple[int, int]] = []
-    make, run = host_driver.HostArena.__init__, host_driver.run
+    make, run = host_driver.HostArena.__init__, host_execs.run
 
     def noting(self: Any, layout: int) -> None:
         make(self, layout)
         ranges.append((self.low, self.high))
 
-    def guarded(node: Any, params: bytearray) -> None:
+    def guarded(node: Any, params: bytes) -> None:
         for (word,) in struct.iter_unpack("=Q", params):
             assert not any(low <= word < high for low, high in ranges), f"{node.name} would touch a ghost"
         run(node, params)
 
     monkeypatch.setattr(host_driver.HostArena, "__init__", noting)
-    monkeypatch.setattr(host_driver, "run", guarded)
+    monkeypatch.setattr(host_execs, "run", guarded)
 
 
 def matrices(n: int = 2) -> list[Tensor]:
@@ -72,13 +73,13 @@ def right(fn: Callable[..., Tensor], faults: HostFaults, compiled: Any = None) -
     return templates()[-1]
 
 
+def all_built() -> list[build.Built]:
+    """Everything captured so far."""
+    return [v.built for p in registry.live_capturable() for v in p.specializations() if v.built]
+
+
 def templates() -> list[Template]:
-    return [
-        v.built.template
-        for p in pgraph.runtime.registry.live_capturable()
-        for v in p.specializations()
-        if v.built
-    ]
+    return [built.template for built in all_built()]
 
 
 class Canaries:
@@ -126,7 +127,7 @@ def test_hazard_1_result_inside_scratch(monkeypatch: pytest.MonkeyPatch) -> None
         nbytes = like.numel() * like.element_size()
         address = self.arena.take(3 * nbytes)
         self._hidden.append(HiddenAllocation(address, 3 * nbytes, freed=True))
-        self._add("memset", "scratch", (0xA5, 3 * nbytes), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, 3 * nbytes])
         return self.arena.tensor(address + nbytes, like.size(), like.stride(), like.dtype)
 
     monkeypatch.setattr(host_driver.HostSession, "_result", inside)
@@ -173,7 +174,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             HiddenAllocation(workspace, SIZE, True),
         ]
         self._add("kernel", "prepare", (host_driver.TABLE, len(words)), [table, *words])
-        self._add("memset", "workspace", (0xA5, SIZE), [workspace])
+        self._add("memset", "workspace", (), [workspace, 0xA5, SIZE])
         self._add("kernel", name, (call, codes, "table"), [table])
 
     def by_last_visible_use(
@@ -202,7 +203,8 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_hazard_2_tables_in_general() -> None:
     """The table itself lives from the node that writes it past its reader, which names nothing else."""
     template = right(products, HostFaults(tables=frozenset({"mm", "add"})))
-    readers = [i for i, n in enumerate(template.nodes) if n.header[-1] == "table"]
+    (recipe,) = all_built()[-1].recipes
+    readers = [i for i, n in enumerate(recipe._nodes) if n.header[-1:] == ("table",)]
     assert readers
     for i in readers:
         (slot,) = [s for s in template.slots if s.node == i]
@@ -216,22 +218,22 @@ def test_hazard_6_the_template_is_never_edited(cured: bool, monkeypatch: pytest.
     compiled = host(products)
     for _ in range(2):
         compiled(*matrices())
-    (template,) = templates()
-    before = [n.params for n in template.nodes]
+    (exec_,) = all_built()[-1].execs
+    before = [n.params for n in exec_._made_from]
     if not cured:
-        real = host_driver.run
+        real = host_execs.run
 
-        def through(node: Any, params: bytearray) -> None:
+        def through(node: Any, params: bytes) -> None:
             object.__setattr__(node, "params", bytes(params))
             real(node, params)
 
-        monkeypatch.setattr(host_driver, "run", through)
+        monkeypatch.setattr(host_execs, "run", through)
 
     def check() -> None:
         with launching(2):
             compiled(*matrices())
             compiled(*matrices())
-        assert [n.params for n in template.nodes] == before
+        assert [n.params for n in exec_._made_from] == before
 
     shows(check, cured)
 

@@ -16,6 +16,7 @@ import pgraph
 from pgraph.capture import build, record
 from pgraph.compiler import compile_graph
 from pgraph.drivers.host import driver as host_driver
+from pgraph.drivers.host import execs as host_execs
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
@@ -117,7 +118,7 @@ def test_pointer_looking_constants(cured: bool, monkeypatch: pytest.MonkeyPatch)
             ]
 
         monkeypatch.setattr(match._Matcher, "node", guess)
-        monkeypatch.setattr(host_driver, "run", lambda node, params: None)
+        monkeypatch.setattr(host_execs, "run", lambda node, params: None)
 
     def check() -> None:
         with launching(1):

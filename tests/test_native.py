@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pgraph
 from pgraph.drivers.interface import UNIT, further, next_start
 from pgraph.native import libraries
-from pgraph.native.structs import ArenaState, ExecEntry
+from pgraph.native.structs import ArenaState, ExecEntry, NodeEntry, RecipeEntry, SettingEntry, SlotEntry
 
 U64 = 0xFFFFFFFFFFFFFFFF
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -36,148 +38,278 @@ def library() -> Any:
     return found
 
 
+KERNEL, MEMCPY, MEMSET, FIXED = range(4)
+NAMES = ("kernel", "copy", "fill")
+Slots = list[list[tuple[int, int, int]]]  # of each node: (word, region, delta); each word belongs to one slot
+
+
 @dataclasses.dataclass
-class Nodes:
-    """Nodes with slots (word, region, delta); each word belongs to one slot."""
+class Graph:
+    """An exec's nodes, and recipes for them."""
 
     kinds: list[int]
-    slots: list[list[tuple[int, int, int]]]
-    words: list[int]
+    recipes: list[Slots]
+
+
+@dataclasses.dataclass
+class Step:
+    """A launch of a recipe, or a trial whether it fits; and the call of the driver that fails in it."""
+
+    recipe: int
+    bases: list[int]
+    fits: bool = False
+    fail_at: int | None = None
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> tuple[Nodes, list[list[int]], int | None]:
-    """Nodes, the bases of three launches, and the setter call that fails."""
-    kinds = draw(st.lists(st.integers(0, 2), max_size=5))
-    slots: list[list[tuple[int, int, int]]] = []
+def slots_for(draw: st.DrawFn, kinds: list[int]) -> Slots:
+    found: Slots = []
     count = 0
-    for _ in kinds:
-        slots.append([])
-        for _ in range(draw(st.integers(0, 3))):
-            slots[-1].append(
-                (
-                    count,
-                    draw(st.integers(0, 2)),
-                    draw(st.integers(-300, 300) | st.integers(-(1 << 63), (1 << 63) - 1)),
-                )
-            )
-            count += 1
-    launches = draw(
-        st.lists(
-            st.lists(st.integers(0, 4).map(lambda x: x << 40), min_size=3, max_size=3), min_size=3, max_size=3
-        )
+    delta = st.integers(-300, 300) | st.integers(-(1 << 63), (1 << 63) - 1)
+    for kind in kinds:
+        n = 0 if kind == FIXED else draw(st.integers(0, 3))
+        found.append([(count + k, draw(st.integers(0, 2)), draw(delta)) for k in range(n)])
+        count += n
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Graph, list[Step]]:
+    """Recipes of one exec that take turns, with failures."""
+    kinds = draw(st.lists(st.integers(0, 3), max_size=5))
+    recipes = draw(st.lists(slots_for(kinds), min_size=1, max_size=3))
+    base = st.integers(0, 3).map(lambda x: x << 40)
+    step = st.builds(
+        Step,
+        st.integers(0, len(recipes) - 1),
+        st.lists(base, min_size=3, max_size=3),
+        st.integers(0, 5).map(lambda x: x == 0),
+        st.none() | st.integers(0, 6),
     )
-    return Nodes(kinds, slots, [0] * count), launches, draw(st.none() | st.integers(0, 6))
+    return Graph(kinds, recipes), draw(st.lists(step, min_size=1, max_size=8))
 
 
-def in_python(graph: Nodes, bases: list[int], calls: list[Any], fail_at: int | None) -> int:
-    """The loop as it is specified: nodes rewritten, or minus the error code."""
-    rewritten = 0
-    for i, (kind, slots) in enumerate(zip(graph.kinds, graph.slots, strict=True)):
-        new = {w: (bases[r] + d) & U64 for w, r, d in slots}
-        if all(graph.words[w] == v for w, v in new.items()):
-            continue
-        for w, v in new.items():
-            graph.words[w] = v
-        rewritten += 1
-        calls.append((("kernel", "copy", "fill")[kind], 100 + i, 200 + i))
-        if len(calls) - 1 == fail_at:
-            for w in new:
-                graph.words[w] = U64
-            return -7
-    calls.append(("launch", 11, 33))
-    return -9 if len(calls) - 1 == fail_at else rewritten
+class InPython:
+    """The loop as it is specified."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.words = [[0] * sum(map(len, slots)) for slots in graph.recipes]
+        self.held: int | None = None
+        self.calls: list[Any] = []
+
+    def do(self, step: Step) -> int:
+        """Nodes set, or minus the code of the call that failed."""
+        self.calls = []
+        mine, anew = self.words[step.recipe], self.held != step.recipe
+        self.held = None
+        count = 0
+        for i, (kind, slots) in enumerate(
+            zip(self.graph.kinds, self.graph.recipes[step.recipe], strict=True)
+        ):
+            new = {} if step.fits else {w: (step.bases[r] + d) & U64 for w, r, d in slots}
+            changed = any(mine[w] != v for w, v in new.items()) or anew or step.fits
+            if kind == FIXED or not changed or (step.fits and kind != KERNEL):
+                continue
+            for w, v in new.items():
+                mine[w] = v
+            count += 1
+            if self._call((NAMES[kind], 100 + i, params_of(step.recipe, i)), step):
+                return 7 if step.fits else -7
+        if step.fits:
+            return 0
+        self.held = step.recipe
+        return -9 if self._call(("launch", 11, 33), step) else count
+
+    def _call(self, call: Any, step: Step) -> bool:
+        self.calls.append(call)
+        return len(self.calls) - 1 == step.fail_at
+
+
+def params_of(recipe: int, node: int) -> int:
+    """Stands for the struct that a recipe has a node set to."""
+    return 1000 * (recipe + 1) + node
 
 
 class InC:
-    """`pg_launch` over callbacks that note who was called with what."""
+    """`pg_launch` and `pg_fits` over callbacks that note who was called with what, and what the exec holds.
 
-    def __init__(self, library: Any, graph: Nodes) -> None:
-        self.library, self.calls, self.fail_at = library, [], None
+    Attributes:
+        content: of each node, what it was set to last: the struct, and the words that were in its slots then.
+        launched: the content at each launch.
+    """
+
+    def __init__(self, library: Any, graph: Graph) -> None:
+        self.library, self.graph = library, graph
+        self.calls: list[Any] = []
+        self.fail_at: int | None = None
         made = [
             _SET(lambda e, n, p: self._note("kernel", n, p)),
             _COPY(lambda e, n, p, c: self._note("copy", n, p, c)),
             _COPY(lambda e, n, p, c: self._note("fill", n, p, c)),
             _LAUNCH(lambda e, s: self._note("launch", e, s)),
         ]
-        self.keep = made
-        self.table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in made])
-        flat = [s for slots in graph.slots for s in slots]
-        rows, first = [], 0
-        for i, (kind, slots) in enumerate(zip(graph.kinds, graph.slots, strict=True)):
-            rows += [kind, 100 + i, 200 + i, first, first + len(slots)]
-            first += len(slots)
-        self.nodes = (ctypes.c_int64 * max(len(rows), 1))(*rows)
-        self.slots = (ctypes.c_int64 * max(3 * len(flat), 1))(*[x for s in flat for x in s])
-        self.words = (ctypes.c_uint64 * max(len(graph.words), 1))(*graph.words)
-        nodes, slots, words = map(ctypes.addressof, (self.nodes, self.slots, self.words))
-        self.exec = ExecEntry(ctypes.addressof(self.table), 11, 22, nodes, len(graph.kinds), slots, words)
+        self.content: dict[int, Any] = {}
+        self.launched: dict[int, Any] | None = None
+        table = (ctypes.c_void_p * 4)(*[ctypes.cast(f, ctypes.c_void_p).value for f in made])
+        nodes = (NodeEntry * max(len(graph.kinds), 1))(
+            *((kind, 100 + i) for i, kind in enumerate(graph.kinds))
+        )
+        self.exec = ExecEntry(ctypes.addressof(table), 11, 22, ctypes.addressof(nodes), len(graph.kinds))
+        self.keep: list[Any] = [made, table, nodes]
+        self.words, self.recipes = [], []
+        for number, recipe in enumerate(graph.recipes):
+            flat = [slot for slots in recipe for slot in slots]
+            ends = [sum(map(len, recipe[: i + 1])) for i in range(len(recipe))]
+            settings = (SettingEntry * max(len(ends), 1))(
+                *((params_of(number, i), end) for i, end in enumerate(ends))
+            )
+            slots = (SlotEntry * max(len(flat), 1))(*flat)
+            words = (ctypes.c_uint64 * max(len(flat), 1))()
+            places = map(ctypes.addressof, (settings, slots, words))
+            self.recipes.append(RecipeEntry(ctypes.addressof(self.exec), number + 1, *places))
+            self.words.append(words)
+            self.keep += [settings, slots]
 
     def _note(self, name: str, first: int, second: int, ctx: int | None = 22) -> int:
         assert ctx == 22
         self.calls.append((name, first, second))
         failed = len(self.calls) - 1 == self.fail_at
+        if name == "launch":
+            self.launched = dict(self.content)
+        elif not failed:
+            recipe, node = second // 1000 - 1, second % 1000
+            slots = self.graph.recipes[recipe][node]
+            self.content[first - 100] = second, [self.words[recipe][w] for w, _, _ in slots]
         return (9 if name == "launch" else 7) if failed else 0
 
-    def launch(self, bases: list[int]) -> int:
-        today = (ctypes.c_uint64 * len(bases))(*bases)
-        return self.library.pg_launch(ctypes.addressof(self.exec), 33, ctypes.addressof(today))
+    def do(self, step: Step) -> int:
+        self.calls, self.fail_at, self.launched = [], step.fail_at, None
+        recipe = ctypes.addressof(self.recipes[step.recipe])
+        if step.fits:
+            return int(self.library.pg_fits(recipe))
+        today = (ctypes.c_uint64 * len(step.bases))(*step.bases)
+        return int(self.library.pg_launch(recipe, 33, ctypes.addressof(today)))
+
+    def launch(self, recipe: int, bases: list[int], fail_at: int | None = None) -> int:
+        return self.do(Step(recipe, bases, fail_at=fail_at))
 
 
-@given(case=graphs())
-def test_launch_equals_the_loop_in_python(
-    library: Any, case: tuple[Nodes, list[list[int]], int | None]
-) -> None:
+@given(case=cases())
+@settings(max_examples=300)
+def test_launch_equals_the_loop_in_python(library: Any, case: tuple[Graph, list[Step]]) -> None:
     """Same calls in the same order, same words, same counts, same code of the call that fails."""
-    graph, launches, fail_at = case
-    native_side = InC(library, graph)
-    calls: list[Any] = []
-    for bases in launches:
-        calls.clear()
-        native_side.calls.clear()
-        native_side.fail_at = fail_at
-        assert native_side.launch(bases) == in_python(graph, bases, calls, fail_at)
-        assert native_side.calls == calls
-        assert list(native_side.words)[: len(graph.words)] == graph.words
+    graph, steps = case
+    native_side, spec = InC(library, graph), InPython(graph)
+    for step in steps:
+        assert native_side.do(step) == spec.do(step)
+        assert native_side.calls == spec.calls
+        assert [
+            list(w)[: len(mine)] for w, mine in zip(native_side.words, spec.words, strict=True)
+        ] == spec.words
+        assert native_side.exec.held == (0 if spec.held is None else spec.held + 1)
+
+
+@given(case=cases())
+@settings(max_examples=300)
+def test_what_is_launched_is_the_recipe(library: Any, case: tuple[Graph, list[Step]]) -> None:
+    """Whatever the exec held, whichever call failed before: each node has this recipe's struct and words."""
+    graph, steps = case
+    side = InC(library, graph)
+    for step in steps:
+        side.do(step)
+        if side.launched is None:
+            continue
+        recipe = graph.recipes[step.recipe]
+        assert side.launched == {
+            i: (params_of(step.recipe, i), [(step.bases[r] + d) & U64 for _, r, d in recipe[i]])
+            for i, kind in enumerate(graph.kinds)
+            if kind != FIXED
+        }
+
+
+TWO: Slots = [[(0, 0, 8)], [(1, 1, -8)]]
 
 
 def test_the_second_launch_on_the_same_addresses_sets_nothing(library: Any) -> None:
-    side = InC(library, Nodes([0, 1], [[(0, 0, 8)], [(1, 1, -8)]], [0, 0]))
-    assert side.launch([1 << 40, 2 << 40, 0]) == 2
-    assert side.launch([1 << 40, 2 << 40, 0]) == 0
-    assert side.launch([1 << 40, 3 << 40, 0]) == 1
-    assert list(side.words) == [(1 << 40) + 8, (3 << 40) - 8]
+    side = InC(library, Graph([KERNEL, MEMCPY], [TWO]))
+    assert side.launch(0, [1 << 40, 2 << 40, 0]) == 2
+    assert side.launch(0, [1 << 40, 2 << 40, 0]) == 0
+    assert side.launch(0, [1 << 40, 3 << 40, 0]) == 1
+    assert list(side.words[0]) == [(1 << 40) + 8, (3 << 40) - 8]
+
+
+def test_recipes_in_turn_set_all_each_time(library: Any) -> None:
+    """Also nodes without slots, and at addresses that a recipe has seen; never those that are fixed."""
+    side = InC(library, Graph([KERNEL, FIXED, KERNEL], [[[(0, 0, 0)], [], []], [[(0, 1, 0)], [], []]]))
+    bases = [1 << 40, 2 << 40, 0]
+    for recipe in (0, 1, 0, 1):
+        assert side.launch(recipe, bases) == 2
+        assert [node for _, node, _ in side.calls] == [100, 102, 11]
+    assert side.launch(1, bases) == 0
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_node_that_could_not_be_set_is_set_at_the_next_launch(library: Any, failing: int) -> None:
-    """Also at the same addresses: the driver still has the node's old parameters."""
+def test_after_a_failure_all_nodes_are_set(library: Any, failing: int) -> None:
+    """Also at the same addresses: nobody knows what the exec holds."""
     bases = [1 << 40, 2 << 40, 3 << 40]
-    fresh = [(1 << 40) + 8, 2 << 40, (2 << 40) - 8, 3 << 40]
-    of_node = ([0], [1, 2], [3])
-    side = InC(library, Nodes([0, 1, 2], [[(0, 0, 8)], [(1, 1, 0), (2, 1, -8)], [(3, 2, 0)]], [0] * 4))
-    side.fail_at = failing
-    assert side.launch(bases) == -7
-    want = [0] * 4
-    for node in range(failing + 1):
-        for word in of_node[node]:
-            want[word] = U64 if node == failing else fresh[word]
-    assert list(side.words) == want
-    side.calls.clear()
-    side.fail_at = None
-    assert side.launch(bases) == 3 - failing, "that node and those behind it"
-    assert [node for _, node, _ in side.calls] == [*range(100 + failing, 103), 11]
-    assert list(side.words) == fresh
-    assert side.launch(bases) == 0
+    slots: Slots = [[(0, 0, 8)], [(1, 1, 0), (2, 1, -8)], [(3, 2, 0)]]
+    side = InC(library, Graph([KERNEL, MEMCPY, MEMSET], [slots]))
+    assert side.launch(0, bases, fail_at=failing) == -7
+    assert side.launched is None, "nothing may be launched that nobody knows"
+    assert side.exec.held == 0
+    assert side.launch(0, bases) == 3
+    assert [node for _, node, _ in side.calls] == [100, 101, 102, 11]
+    assert side.launch(0, bases) == 0
+    moved = [4 << 40, 2 << 40, 3 << 40]
+    assert side.launch(0, moved, fail_at=0) == -7
+    assert side.launch(0, moved) == 3
 
 
 def test_a_failed_launch_leaves_the_nodes_set(library: Any) -> None:
-    side = InC(library, Nodes([0], [[(0, 0, 0)]], [0]))
-    side.fail_at = 1
-    assert side.launch([1 << 40, 0, 0]) == -9
-    side.fail_at = None
-    assert side.launch([1 << 40, 0, 0]) == 0
-    assert list(side.words) == [1 << 40]
+    side = InC(library, Graph([KERNEL], [[[(0, 0, 0)]]]))
+    assert side.launch(0, [1 << 40, 0, 0], fail_at=1) == -9
+    assert side.launch(0, [1 << 40, 0, 0]) == 0
+    assert list(side.words[0]) == [1 << 40]
+
+
+def test_a_trial_sets_kernels_only_and_launches_nothing(library: Any) -> None:
+    """A copy takes no ghost, and no address of today's is known then."""
+    side = InC(library, Graph([KERNEL, MEMCPY, MEMSET, KERNEL], [[[]] * 4, [[]] * 4]))
+    side.launch(0, [0, 0, 0])
+    trial = Step(1, [], fits=True)
+    assert side.do(trial) == 0
+    assert [(name, node) for name, node, _ in side.calls] == [("kernel", 100), ("kernel", 103)]
+    assert side.launch(0, [0, 0, 0]) == 4, "it holds what was tried"
+    trial.fail_at = 1
+    assert side.do(trial) == 7
+    assert side.launch(0, [0, 0, 0]) == 4
+
+
+def test_one_thread_at_a_time_sets_and_launches(library: Any) -> None:
+    """What it set is what it launches: recipes of one exec, from several threads at once."""
+    kinds = [KERNEL] * 4
+    recipes: list[Slots] = [[[(i, i % 3, k)] for i in range(4)] for k in range(3)]
+    side = InC(library, Graph(kinds, recipes))
+    wrong: list[Any] = []
+    note = side._note
+
+    def noting(name: str, first: int, second: int, ctx: int | None = 22) -> int:
+        time.sleep(1e-4)  # another thread's turn
+        code = note(name, first, second, ctx)
+        if name == "launch" and len({params // 1000 for params, _ in side.content.values()}) != 1:
+            wrong.append(dict(side.content))
+        return code
+
+    side._note = noting  # type: ignore[method-assign]
+
+    def launches(recipe: int) -> None:
+        for i in range(20):
+            side.launch(recipe, [i << 40, recipe << 40, 0])
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(launches, range(3)))
+    assert wrong == []
 
 
 NUMBERS = ("low", "high", "position", "mapped", "chunk", "handle", "guard", "unit", "further", "count")

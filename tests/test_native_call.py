@@ -293,10 +293,10 @@ def test_nothing_leaks_over_many_calls() -> None:
     assert counts == [sys.getrefcount(t) for t in tensors]
     assert not any(ref() is not None for ref in refs)
     assert not device.living
-    alive = weakref.ref(program.built.execs[0])
+    alive = weakref.ref(program.built.recipes[0])
     del program, call
     gc.collect()
-    assert alive() is None, "the program keeps its execs alive, and only as long as it lives"
+    assert alive() is None, "the program keeps its recipes alive, and only as long as it lives"
 
 
 def test_threads_launch_what_they_have_set() -> None:
@@ -344,7 +344,7 @@ def test_without_the_module_there_is_no_native_path(monkeypatch: pytest.MonkeyPa
 def test_an_exec_without_an_entry_keeps_the_python_path() -> None:
     program = made(FakeDevice(), CASE)
     good = native_program(program)
-    program.built.execs[0].entry = None
+    program.built.recipes[0].entry = None
     assert native_program(program) is None
     assert native_launch([good, None], numbered([program.guards] * 2)) is None, (
         "all of a partition's programs, or none"
@@ -444,6 +444,6 @@ def test_structs_of_another_size_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     library = libraries.load()
     assert library is not None
     structs.check_sizes(library)
-    monkeypatch.setattr(structs, "_IN_ORDER", (*structs._IN_ORDER[:2], Longer, *structs._IN_ORDER[3:]))
-    with pytest.raises(OSError, match="Longer has 32 bytes in Python and 24 in C"):
+    monkeypatch.setattr(structs, "_IN_ORDER", (*structs._IN_ORDER[:4], Longer, *structs._IN_ORDER[5:]))
+    with pytest.raises(OSError, match="Longer has 24 bytes in Python and 16 in C"):
         structs.check_sizes(library)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ExecOf, change_program, host, launching, same
+from support import RecipeOf, change_program, host, launching, same
 from support_native import CASE, SIDE, FakeDevice, in_c, made
 from torch import Tensor, nn
 
@@ -174,7 +174,7 @@ def test_a_partition_that_has_begun_is_not_begun_again(
     (specialization,) = runner.specializations()
     assert specialization.program is not None
     chunks, ran = list(specialization.program.chunks), []
-    launched = [i for i, chunk in enumerate(chunks) if chunk.exec is not None]
+    launched = [i for i, chunk in enumerate(chunks) if chunk.recipe is not None]
     assert len(launched) > 1, "one chunk: nothing comes after it"
     error = DriverError("injected later") if kind == "device" else torch.OutOfMemoryError("injected later")
 
@@ -189,9 +189,9 @@ def test_a_partition_that_has_begun_is_not_begun_again(
         return run
 
     for i in launched:
-        chunks[i] = dataclasses.replace(chunks[i], exec=ExecOf(noting(chunks[i].exec.launch)))
+        chunks[i] = dataclasses.replace(chunks[i], recipe=RecipeOf(noting(chunks[i].recipe.launch)))
     if at == "launch":
-        chunks[launched[1]] = dataclasses.replace(chunks[launched[1]], exec=ExecOf(fails))
+        chunks[launched[1]] = dataclasses.replace(chunks[launched[1]], recipe=RecipeOf(fails))
     else:
         real = HostDriver.empty_strided
         allocate = lambda self, *layout: fails() if ran else real(self, *layout)  # noqa: E731

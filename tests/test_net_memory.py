@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pgraph.capture.build import build
-from pgraph.drivers.host.driver import HostDriver, HostExec
+from pgraph.drivers.host.driver import HostDriver, HostRecipe
 from pgraph.errors import DriverError
 from pgraph.options import Options
 from pgraph.partition.facts import GraphFacts, PartitionFacts
@@ -79,9 +79,9 @@ class Watch:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Follows what the host driver allocates and launches. No cycle of references is ever broken up."""
     seen = Watch()
-    launch, empty = HostExec.launch, HostDriver.empty_strided
+    launch, empty = HostRecipe.launch, HostDriver.empty_strided
 
-    def launching(self: HostExec, bases: list[int], stream: int) -> int:
+    def launching(self: HostRecipe, bases: list[int], stream: int) -> int:
         seen.at_launch.append((alive(seen.inputs), seen.held()))
         seen.fail("launch", len(seen.at_launch))
         return launch(self, bases, stream)
@@ -92,7 +92,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         seen.blocks.append((storage(tensor), tensor.untyped_storage().nbytes()))
         return tensor
 
-    monkeypatch.setattr(HostExec, "launch", launching)
+    monkeypatch.setattr(HostRecipe, "launch", launching)
     monkeypatch.setattr(HostDriver, "empty_strided", allocating)
     gc.disable()
     yield seen

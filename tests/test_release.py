@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
-from pgraph.drivers.host.driver import HostDriver, HostExec
+from pgraph.drivers.host.driver import HostDriver, HostRecipe
 from pgraph.launch import interpreter
 from pgraph.launch.program import Program
 from pgraph.template.packing import GRANULE
@@ -76,13 +76,13 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    call, launch, empty = interpreter._launch, HostExec.launch, HostDriver.empty_strided
+    call, launch, empty = interpreter._launch, HostRecipe.launch, HostDriver.empty_strided
 
     def calling(program: Program, driver: Any, args: list[Any], addresses: list[int], index: int) -> Any:
         watch.begin([args[guard.position] for guard in program.guards.tensors])
         return call(program, driver, args, addresses, index)
 
-    def launching_chunk(self: HostExec, bases: list[int], stream: int) -> int:
+    def launching_chunk(self: HostRecipe, bases: list[int], stream: int) -> int:
         watch.chunk()
         return launch(self, bases, stream)
 
@@ -92,7 +92,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         return tensor
 
     monkeypatch.setattr(interpreter, "_launch", calling)
-    monkeypatch.setattr(HostExec, "launch", launching_chunk)
+    monkeypatch.setattr(HostRecipe, "launch", launching_chunk)
     monkeypatch.setattr(HostDriver, "empty_strided", allocating)
     return watch
 

@@ -55,9 +55,9 @@ class TestTexts(expecttest.TestCase):
         self.assertExpectedInline(
             steady(str(report)),
             """\
-pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, N nodes rewritten, 0 refusals, 248 B of execs
-  forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 uncaptured run, 96 B of execs
-  backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 uncaptured run, 152 B of execs""",
+pgraph: 2 captures, 10 nodes, 28 slots, 4 launches, N nodes rewritten, 0 refusals, 1,264 B of execs
+  forward N: 1 capture, 4 nodes in 1 chunk, 12 slots, 2 launches, 1 uncaptured run, 472 B of execs
+  backward N: 1 capture, 6 nodes in 1 chunk, 16 slots, 2 launches, 1 uncaptured run, 792 B of execs""",
         )
 
     def test_a_report_with_reasons(self) -> None:
@@ -107,10 +107,10 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 refusal
   region 6: temp, 192 bytes, nodes [1, 3)
   region 7: temp, 192 bytes, nodes [2, 4)
   region 8: output, 48 bytes, nodes [3, 5)
-  node 0: kernel addmm (32 bytes) 0=r1, 8=r2, 16=r0, 24=r5
-  node 1: kernel relu (16 bytes) 0=r5, 8=r6
-  node 2: memcpy clone (16 bytes) 0=r7, 8=r6
-  node 3: kernel addmm (32 bytes) 0=r4, 8=r7, 16=r3, 24=r8
+  node 0: kernel addmm (176 bytes) 0=r1, 32=r2, 80=r0, 128=r5
+  node 1: kernel relu (96 bytes) 0=r5, 48=r6
+  node 2: memcpy clone (24 bytes) 0=r7, 8=r6
+  node 3: kernel addmm (176 bytes) 0=r4, 32=r7, 80=r3, 128=r8
   output 0: region 8 + 0: torch.float32 [3, 4] strides [4, 1]
 plan: 4 nodes, 1 chunk, 2 blocks, peak 3,584 B, eager 3,072 B
 chunk 0: nodes [0, 4), held 3,584 B

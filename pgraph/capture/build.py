@@ -1,4 +1,4 @@
-"""From a partition's code to something that can be launched: capture twice, match, plan, instantiate.
+"""From a partition's code to what can be launched: capture twice, match, plan, instantiate or share an exec.
 
 Each step either succeeds or raises an error with a `Reason`; nothing has run by then.
 """
@@ -16,14 +16,16 @@ import torch
 
 from pgraph.capture.culprit import culprit_of
 from pgraph.capture.record import record
-from pgraph.drivers.interface import Driver, Exec
+from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
+from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError
 from pgraph.template.match import match
 from pgraph.template.packing import Lifetime, survives
 from pgraph.template.plan import GRANULE, Plan, make_plan
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording
-from pgraph.template.template import Region, Slot, Template
+from pgraph.template.sharing import sharing_key
+from pgraph.template.template import Region, Slot, Template, alike, node_facts
 from pgraph.template.topology import Topology
 
 __all__ = ["Built", "build"]
@@ -33,16 +35,23 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """A template with one exec per chunk of its plan (Note [Freed by reference]).
+    """A template with a recipe for each chunk of its plan (Note [Freed by reference]).
 
     Args:
+        shared: the execs that the recipes are for, one each. Others may use them, too.
         seconds: from the first capture to the last instantiation.
     """
 
     template: Template
-    execs: tuple[Exec, ...]
+    recipes: tuple[Recipe, ...]
+    shared: ExecSet
     driver: Driver
     seconds: float
+
+    @property
+    def execs(self) -> tuple[Exec, ...]:
+        """One for each chunk."""
+        return self.shared.execs
 
 
 def build(
@@ -55,6 +64,7 @@ def build(
     constants: Sequence[torch.Tensor] = (),
     kept_inputs: frozenset[int] = frozenset(),
     slack_bytes: int = 4 << 20,
+    shelf: Shelf | None = None,
 ) -> Built:
     """Capture `fn` twice and make it launchable.
 
@@ -68,6 +78,7 @@ def build(
         kept_inputs: positions among the device tensors in `inputs` whose memory the caller keeps
             (parameters): the plan need not wait for their release.
         slack_bytes: see `pgraph.template.plan.make_plan`.
+        shelf: execs that may serve `fn` at these sizes, too. New ones are put there.
 
     Raises:
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
@@ -77,17 +88,40 @@ def build(
         first = record(driver, first_arena, fn, inputs, alignments, namespaces)
         second = record(driver, second_arena, fn, inputs, alignments, namespaces)
         slots = _slots(driver, first, second, constants)
-        shared = _shared([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
-        template = _template(driver, first, second, slots, kept_inputs, shared, slack_bytes)
-        driver.cut(first.graph, [(chunk.first, chunk.last) for chunk in template.plan.chunks])
-        execs = tuple(
-            driver.instantiate(first.graph, template.nodes, chunk.first, chunk.last, template.slots)
-            for chunk in template.plan.chunks
-        )
-    built = Built(template, execs, driver, time.perf_counter() - start)
+        mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+        template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
+        built = _executable(driver, first, template, shelf if shelf is not None else Shelf(), start)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
     return built
+
+
+def _executable(
+    driver: Driver, recording: Recording, template: Template, shelf: Shelf, start: float
+) -> Built:
+    """A recording made launchable, by others' execs if they serve it."""
+    nodes, chunks = recording.nodes, template.plan.chunks
+
+    def on(shared: ExecSet) -> Built:
+        mine = alike(template, shared.template)
+        recipes = tuple(
+            driver.recipe(e, nodes, chunk.first, chunk.last, mine.slots)
+            for e, chunk in zip(shared.execs, chunks, strict=True)
+        )
+        return Built(mine, recipes, shared, driver, time.perf_counter() - start)
+
+    key = sharing_key(nodes, recording.order, template.slots, chunks)
+    shared = shelf.get(key) if key is not None else None
+    if shared is not None:
+        built = on(shared)
+        if all(recipe.fits() for recipe in built.recipes):
+            return built
+    driver.cut(recording.graph, [(chunk.first, chunk.last) for chunk in chunks])
+    execs = tuple(driver.instantiate(recording.graph, nodes, c.first, c.last, template.slots) for c in chunks)
+    shared = ExecSet(execs, template)
+    if key is not None:
+        shelf[key] = shared
+    return on(shared)
 
 
 def _slots(
@@ -115,7 +149,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage.data_ptr(), storage.nbytes(), 0
 
 
-def _shared(inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def _mates(inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """For each input the first one in the same storage, and the byte of it where it begins.
 
     Autograd saves a tensor and its alias as two, and small ones share memory (Note [Saved in one piece]).
@@ -148,7 +182,7 @@ def _template(
     b: Recording,
     slots: tuple[Slot, ...],
     kept_inputs: frozenset[int],
-    shared: Sequence[tuple[int, int]],
+    mates: Sequence[tuple[int, int]],
     slack_bytes: int,
 ) -> Template:
     n = len(a.nodes)
@@ -170,8 +204,9 @@ def _template(
         regions[whole] = dataclasses.replace(regions[whole], kind="workspace")
     else:
         slots = _split(regions, slots, workspaces, (*a.steps, n))
-    plan = _plan(a.order, regions, slots, shared, slack_bytes)
-    return Template(a.nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
+    plan = _plan(a.order, regions, slots, mates, slack_bytes)
+    nodes = tuple(node_facts(node.kind, node.name, len(node.params)) for node in a.nodes)
+    return Template(nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
 
 def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
@@ -205,19 +240,19 @@ def _plan(
     order: Topology,
     regions: Sequence[Region],
     slots: tuple[Slot, ...],
-    shared: Sequence[tuple[int, int]],
+    mates: Sequence[tuple[int, int]],
     slack_bytes: int,
 ) -> Plan:
     """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
     # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
     # later calls: that concerns how well the memory is planned, not what is right.
-    mates: dict[int, list[int]] = {}
-    for i, (first, _) in enumerate(shared):
-        mates.setdefault(first, []).append(i)
-    held = dict.fromkeys(range(len(shared)), 0)
-    for group in mates.values():
+    groups: dict[int, list[int]] = {}
+    for i, (first, _) in enumerate(mates):
+        groups.setdefault(first, []).append(i)
+    held = dict.fromkeys(range(len(mates)), 0)
+    for group in groups.values():
         last = max(group, key=lambda i: (regions[i].death, i))
-        held[last] = _covered((shared[i][1], regions[i].nbytes) for i in group)
+        held[last] = _covered((mates[i][1], regions[i].nbytes) for i in group)
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
     n = len(order.joins) - 1

@@ -7,7 +7,8 @@ rules on a CPU). A capture goes
         ...ops run through `session.run_op`, allocations through `arena.empty_strided`...
         session.end()
 
-and leaves a graph behind, from which `driver.instantiate` makes an `Exec` for a range of nodes.
+and leaves a graph behind, from which `driver.instantiate` makes an exec for a range of nodes, and
+`driver.recipe` what launches it (`pgraph.drivers.execs`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
@@ -34,7 +36,6 @@ __all__ = [
     "UNIT",
     "Arena",
     "Driver",
-    "Exec",
     "HiddenAllocation",
     "Session",
     "further",
@@ -183,36 +184,6 @@ class Session(abc.ABC):
         """Ghost allocations that ops made for themselves, known after `end`."""
 
 
-class Exec(abc.ABC):
-    """An executable range of nodes, with slots to rebind.
-
-    Note [Freed by reference]
-    Graphs and execs are freed when the last reference to them goes. A thread that is in the middle
-    of a launch holds one, so that eviction and reset cannot pull an exec away under it; launches
-    already queued on the device finish first, as the driver promises.
-    """
-
-    nbytes: int = 0
-    """Device memory the driver holds for it, in bytes."""
-    entry: int | None = None
-    """Address of the native helper's `pg_exec`; None where launches go through `launch` only."""
-
-    @abc.abstractmethod
-    def launch(self, bases: list[int], stream: int) -> int:
-        """Write today's addresses into the nodes that changed, then launch.
-
-        Args:
-            bases: one address per region.
-            stream: raw handle of the stream to launch on.
-
-        Returns:
-            Number of nodes rewritten.
-
-        Raises:
-            DriverError: a driver call failed.
-        """
-
-
 class Driver(abc.ABC):
     """A device, as pgraph sees it."""
 
@@ -246,8 +217,22 @@ class Driver(abc.ABC):
     ) -> Exec:
         """An exec of the nodes [first, last) of a captured graph, which wait for one another as captured.
 
+        Whoever launches it needs a recipe. Recipes of other recordings may be tried, if these agree by
+        `pgraph.template.sharing.sharing_key`.
+
         Args:
             first, last: joins.
+            slots: of all nodes, in the order of their nodes.
+        """
+
+    @abc.abstractmethod
+    def recipe(
+        self, exec: Exec, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Recipe:
+        """What has an exec do what the nodes [first, last) of a recording do.
+
+        Args:
+            exec: made from these nodes, or from those of another recording.
             slots: of all nodes, in the order of their nodes.
         """
 

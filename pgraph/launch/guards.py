@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pgraph.compat import assert_size_stride
+from pgraph.template.template import borrowed
 
 __all__ = [
     "Guards",
@@ -103,6 +104,10 @@ class Guards:
     def positions(self) -> tuple[int, ...]:
         """Where the template's inputs stand among the arguments."""
         return tuple(guard.position for guard in self.tensors)
+
+    def alike(self, other: Guards) -> Guards:
+        """The same guards, made of another's where these are equal: a second size takes less memory."""
+        return dataclasses.replace(self, tensors=borrowed(self.tensors, other.tensors))
 
     def addresses(self, args: Sequence[Any]) -> list[int] | None:
         """Addresses of the device tensors if all guards hold for `args`, else None.

@@ -1,6 +1,6 @@
 """Runs a launch program in Python: the reference, and the way where there is no launch in C.
 
-For each chunk: allocate its blocks, note their addresses, let the exec rewrite the nodes that changed and
+For each chunk: allocate its blocks, note their addresses, let the recipe set the nodes that changed and
 launch, drop what has died.
 """
 
@@ -70,11 +70,11 @@ def _launch(
                 address = blocks[block.block].data_ptr()
                 for region, offset in block.tenants:
                     bases[region] = address + offset
-            if chunk.exec is not None:
+            if chunk.recipe is not None:
                 if program.workspace is not None:  # at each launch: others may drop it in between
                     region, nbytes = program.workspace
                     bases[region] = driver.workspace(stream, nbytes)
-                rewritten += chunk.exec.launch(bases, stream)
+                rewritten += chunk.recipe.launch(bases, stream)
                 ran = True
             for number in chunk.free:
                 blocks[number] = None

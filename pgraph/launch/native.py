@@ -79,8 +79,8 @@ def native_program(program: Program) -> Any:
     """The program as C reads it, or None where there are no launches in C."""
     module = libraries.load_call()
     calls = _calls(program.built.driver)
-    execs = [chunk.exec for chunk in program.chunks if chunk.exec is not None]
-    if module is None or calls is None or any(e.entry is None for e in execs):
+    recipes = [chunk.recipe for chunk in program.chunks if chunk.recipe is not None]
+    if module is None or calls is None or any(recipe.entry is None for recipe in recipes):
         return None
     if program.workspace is not None and calls.device.workspace is None:
         return None

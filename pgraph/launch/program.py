@@ -18,7 +18,7 @@ import torch
 
 from pgraph.capture.build import Built
 from pgraph.compat import lazily, reinterpret
-from pgraph.drivers.interface import Exec
+from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import Allocation, Places, in_pieces, smallest
 from pgraph.launch.guards import Guards
 from pgraph.template.recording import OutputSpec, TensorSpec
@@ -32,13 +32,13 @@ class ChunkLaunch:
 
     Args:
         allocate: blocks, in order.
-        exec: rewrites the nodes whose addresses changed, and launches; None if the chunk has no node.
+        recipe: sets what its exec has otherwise, and launches it; None if the chunk has no node.
         free: blocks that nothing uses any more.
         release: inputs, by number, that the partition is done with.
     """
 
     allocate: tuple[Allocation, ...]
-    exec: Exec | None
+    recipe: Recipe | None
     free: tuple[int, ...]
     release: tuple[int, ...]
 
@@ -82,7 +82,7 @@ class Program:
         shared: positions of those that lie in one piece with others (Note [Saved in one piece]).
         n_regions, n_blocks: of the template's plan. The first regions are the inputs.
         workspace: (region, bytes) of the workspace that a library lends to each launch, or None.
-        built: the template and the execs, which the program keeps alive (Note [Freed by reference]).
+        built: the template and the recipes, which the program keeps alive (Note [Freed by reference]).
     """
 
     guards: Guards
@@ -121,9 +121,9 @@ def program_of(
     for i, chunk in enumerate(template.plan.chunks):
         each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
         allocate, joined = in_pieces(each, frozenset(chunk.free), sizes)
-        exec = built.execs[i] if chunk.last > chunk.first else None
+        recipe = built.recipes[i] if chunk.last > chunk.first else None
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
-        chunks.append(ChunkLaunch(allocate, exec, free, chunk.release))
+        chunks.append(ChunkLaunch(allocate, recipe, free, chunk.release))
         places |= joined
     shared = sorted(position_of[block] for block in sizes if block in places)
     for position in shared:
@@ -131,7 +131,7 @@ def program_of(
         layout = (template.outputs[position].layout, offset)
         results[position] = Result(Source.BLOCK, block, make=view, args=layout)
     # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
-    assert len(chunks) < 2 or all(chunk.exec is not None for chunk in chunks), "a chunk without nodes"
+    assert len(chunks) < 2 or all(chunk.recipe is not None for chunk in chunks), "a chunk without nodes"
     lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
     n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
     return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)

@@ -9,7 +9,7 @@ typedef int32_t (*fn_read)(void *tensor, void *result);
 typedef int32_t (*fn_delete)(void *tensor);
 typedef int32_t (*fn_alloc)(uint64_t nbytes, void **result);
 typedef int32_t (*fn_free)(void *memory);
-typedef int64_t (*fn_launch)(const void *exec, void *stream, const uint64_t *bases);
+typedef int64_t (*fn_launch)(const void *recipe, void *stream, const uint64_t *bases);
 typedef int (*fn_capturing)(void *stream, int *status);
 typedef uint64_t (*fn_workspace)(void *stream, uint64_t nbytes);
 typedef int64_t (*fn_number)(PyObject *dtype);
@@ -56,7 +56,7 @@ typedef struct {
 typedef struct {
     Py_ssize_t n_allocs, n_frees, n_releases;
     pg_alloc *allocs;
-    void *exec; /* NULL: nothing to launch */
+    void *recipe; /* NULL: nothing to launch */
     int64_t *frees, *releases;
 } pg_chunk;
 
@@ -76,7 +76,7 @@ typedef struct {
 enum { GUARDS, ALLOCATE, LAUNCH, FREE, RESULTS, N_PHASES };
 
 typedef struct {
-    PyObject *source, *calls; /* everything borrowed below is owned by these, and so are the execs */
+    PyObject *source, *calls; /* everything borrowed below is owned by these, and so are the recipes */
     Py_ssize_t n_inputs, n_values, n_traits, n_chunks, n_results, n_regions, n_blocks;
     Py_ssize_t suspect; /* the input whose guard failed last: it is looked at first */
     pg_input *inputs;

@@ -192,11 +192,11 @@ static int read_alloc(const pg_program *p, pg_alloc *a, PyObject *spec)
 static int read_chunk(const pg_program *p, pg_chunk *chunk, PyObject *spec)
 {
     PyObject *allocate = tuple_field(spec, "allocate"), *frees = tuple_field(spec, "free");
-    PyObject *releases = tuple_field(spec, "release"), *exec = field(spec, "exec");
-    if (!allocate || !frees || !releases || !exec)
+    PyObject *releases = tuple_field(spec, "release"), *recipe = field(spec, "recipe");
+    if (!allocate || !frees || !releases || !recipe)
         return -1;
-    if (exec != Py_None && !(chunk->exec = address_field(exec, "entry"))) {
-        PyErr_SetString(PyExc_ValueError, "an exec cannot be launched from C: it has no entry");
+    if (recipe != Py_None && !(chunk->recipe = address_field(recipe, "entry"))) {
+        PyErr_SetString(PyExc_ValueError, "a recipe cannot be launched from C: it has no entry");
         return -1;
     }
     if (!(chunk->frees = numbers(frees, &chunk->n_frees)) ||

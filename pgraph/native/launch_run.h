@@ -78,13 +78,13 @@ static int64_t run_chunks(pg_program *p, pg_frame *f, void *stream, int *launche
             if (allocate(p, &chunk->allocs[i], f))
                 return -1;
         spend(p, ALLOCATE, mark);
-        if (chunk->exec) {
+        if (chunk->recipe) {
             int64_t code;
             if (p->workspace >= 0 && bind_workspace(p, f, stream))
                 return -1;
             /* A launch may wait for room in the device's queue. */
             Py_BEGIN_ALLOW_THREADS
-            code = p->launch(chunk->exec, stream, f->bases);
+            code = p->launch(chunk->recipe, stream, f->bases);
             Py_END_ALLOW_THREADS
             if (code < 0) {
                 PyObject *none = PyObject_CallFunction(p->failed, "L", (long long)-code);

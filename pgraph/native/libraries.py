@@ -66,6 +66,8 @@ def load() -> ctypes.CDLL | None:
     library.pg_pack.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3
+    library.pg_fits.restype = ctypes.c_int64
+    library.pg_fits.argtypes = [ctypes.c_void_p]
     return library
 
 

@@ -1,6 +1,6 @@
 /* The loops that Python is too slow, or not allowed, to run.
  *
- * pg_launch: compare every slot with today's address, rewrite the nodes that changed, launch.
+ * pg_launch: compare every slot with today's address, set the nodes that changed, launch.
  * pg_ghost_alloc / pg_ghost_free: the allocator of the ghost memory pool. It is called with the
  * caching allocator's mutex held; a Python callback there would wait for the interpreter lock
  * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
@@ -25,19 +25,12 @@ typedef struct {
     fn_launch launch;
 } pg_calls;
 
-typedef struct {
-    int64_t kind;   /* 0 kernel, 1 memcpy, 2 memset */
-    void *node;     /* the node in the graph that the exec was made from */
-    void *params;   /* the struct that the setter takes */
-    int64_t first;  /* slots [first, last) are this node's */
-    int64_t last;
-} pg_node;
+enum { KERNEL, MEMCPY, MEMSET, FIXED }; /* FIXED: never set */
 
 typedef struct {
-    int64_t word;   /* index into words */
-    int64_t region; /* index into bases */
-    int64_t delta;
-} pg_slot;
+    int64_t kind;
+    void *node; /* the node in the graph that the exec was made from */
+} pg_node;
 
 typedef struct {
     const pg_calls *calls;
@@ -45,20 +38,45 @@ typedef struct {
     void *ctx;
     const pg_node *nodes;
     int64_t n_nodes;
-    const pg_slot *slots;
-    uint64_t *words;
+    int64_t held; /* the recipe that all nodes were set to last, and none was set otherwise since; 0: nobody knows */
     int64_t busy; /* 1 while a thread sets and launches: what it set must be what it launches */
 } pg_exec;
 
-static int64_t rebind_and_launch(const pg_exec *e, void *stream, const uint64_t *bases)
+typedef struct {
+    void *params; /* the struct that the setter takes */
+    int64_t last; /* slots before this one are of this node or an earlier one */
+} pg_setting;
+
+typedef struct {
+    int32_t word;   /* index into words */
+    int32_t region; /* index into bases */
+    int64_t delta;
+} pg_slot;
+
+typedef struct { /* what one specialization has an exec do: Note [Shared execs] in pgraph/drivers/execs.py */
+    pg_exec *exec;
+    int64_t number; /* no other recipe has, or had, the same; not 0 */
+    const pg_setting *settings; /* of each node of the exec */
+    const pg_slot *slots;
+    uint64_t *words;
+} pg_recipe;
+
+static int set(const pg_exec *e, const pg_node *n, void *params)
 {
-    int64_t count = 0;
+    if (n->kind == KERNEL)
+        return e->calls->kernel(e->exec, n->node, params);
+    return (n->kind == MEMCPY ? e->calls->copy : e->calls->fill)(e->exec, n->node, params, e->ctx);
+}
+
+static int64_t set_and_launch(pg_exec *e, const pg_recipe *r, void *stream, const uint64_t *bases)
+{
+    int64_t count = 0, s = 0;
+    int anew = e->held != r->number;
     for (int64_t i = 0; i < e->n_nodes; i++) {
-        const pg_node *n = &e->nodes[i];
-        int changed = 0, rc;
-        for (int64_t s = n->first; s < n->last; s++) {
-            uint64_t value = bases[e->slots[s].region] + (uint64_t)e->slots[s].delta;
-            uint64_t *word = &e->words[e->slots[s].word];
+        int changed = anew && e->nodes[i].kind != FIXED;
+        for (; s < r->settings[i].last; s++) {
+            uint64_t value = bases[r->slots[s].region] + (uint64_t)r->slots[s].delta;
+            uint64_t *word = &r->words[r->slots[s].word];
             if (*word != value) {
                 *word = value;
                 changed = 1;
@@ -67,31 +85,47 @@ static int64_t rebind_and_launch(const pg_exec *e, void *stream, const uint64_t 
         if (!changed)
             continue;
         count++;
-        if (n->kind == 0)
-            rc = e->calls->kernel(e->exec, n->node, n->params);
-        else if (n->kind == 1)
-            rc = e->calls->copy(e->exec, n->node, n->params, e->ctx);
-        else
-            rc = e->calls->fill(e->exec, n->node, n->params, e->ctx);
+        int rc = set(e, &e->nodes[i], r->settings[i].params);
         if (rc) {
-            /* The node still has its old parameters: make sure that the next launch sets it. */
-            for (int64_t s = n->first; s < n->last; s++)
-                e->words[e->slots[s].word] = ~(uint64_t)0;
+            e->held = 0;
             return -rc;
         }
     }
+    e->held = r->number;
     int rc = e->calls->launch(e->exec, stream);
     return rc ? -rc : count;
 }
 
-/* Returns the number of nodes rewritten, or minus the CUresult of the first call that failed. */
-int64_t pg_launch(pg_exec *e, void *stream, const uint64_t *bases)
+static void take(pg_exec *e)
 {
     while (__atomic_exchange_n(&e->busy, 1, __ATOMIC_ACQUIRE))
         sched_yield();
-    int64_t result = rebind_and_launch(e, stream, bases);
-    __atomic_store_n(&e->busy, 0, __ATOMIC_RELEASE);
+}
+
+static void give(pg_exec *e) { __atomic_store_n(&e->busy, 0, __ATOMIC_RELEASE); }
+
+/* Returns the number of nodes set, or minus the CUresult of the first call that failed. */
+int64_t pg_launch(const pg_recipe *r, void *stream, const uint64_t *bases)
+{
+    take(r->exec);
+    int64_t result = set_and_launch(r->exec, r, stream, bases);
+    give(r->exec);
     return result;
+}
+
+/* Sets all kernels as this recipe has them, and launches nothing. Returns 0, or the CUresult of the first one
+ * that the exec does not take. */
+int64_t pg_fits(const pg_recipe *r)
+{
+    pg_exec *e = r->exec;
+    int rc = 0;
+    take(e);
+    e->held = 0;
+    for (int64_t i = 0; !rc && i < e->n_nodes; i++)
+        if (e->nodes[i].kind == KERNEL)
+            rc = set(e, &e->nodes[i], r->settings[i].params);
+    give(e);
+    return rc;
 }
 
 /* Copies a kernel's parameters into one buffer: the i-th, which pointers[i] points to, has layout[2 * i + 1] bytes
@@ -181,9 +215,11 @@ int64_t pg_struct_size(int64_t which)
     switch (which) {
     case 0: return sizeof(pg_calls);
     case 1: return sizeof(pg_node);
-    case 2: return sizeof(pg_slot);
-    case 3: return sizeof(pg_exec);
-    case 4: return sizeof(pg_arena);
+    case 2: return sizeof(pg_exec);
+    case 3: return sizeof(pg_setting);
+    case 4: return sizeof(pg_slot);
+    case 5: return sizeof(pg_recipe);
+    case 6: return sizeof(pg_arena);
     default: return -1;
     }
 }

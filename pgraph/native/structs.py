@@ -5,7 +5,16 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-__all__ = ["ArenaState", "ExecEntry", "LaunchCalls", "NodeEntry", "SlotEntry", "check_sizes"]
+__all__ = [
+    "ArenaState",
+    "ExecEntry",
+    "LaunchCalls",
+    "NodeEntry",
+    "RecipeEntry",
+    "SettingEntry",
+    "SlotEntry",
+    "check_sizes",
+]
 
 
 class LaunchCalls(ctypes.Structure):
@@ -15,25 +24,13 @@ class LaunchCalls(ctypes.Structure):
 
 
 class NodeEntry(ctypes.Structure):
-    """`pg_node`: one node of an exec, and which slots are its own."""
+    """`pg_node`: one node of an exec."""
 
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("node", ctypes.c_void_p),
-        ("params", ctypes.c_void_p),
-        ("first", ctypes.c_int64),
-        ("last", ctypes.c_int64),
-    ]
-
-
-class SlotEntry(ctypes.Structure):
-    """`pg_slot`: a word that is rewritten."""
-
-    _fields_ = [("word", ctypes.c_int64), ("region", ctypes.c_int64), ("delta", ctypes.c_int64)]
+    _fields_ = [("kind", ctypes.c_int64), ("node", ctypes.c_void_p)]
 
 
 class ExecEntry(ctypes.Structure):
-    """`pg_exec`: what `pg_launch` takes."""
+    """`pg_exec`: what recipes set and launch."""
 
     _fields_ = [
         ("calls", ctypes.c_void_p),
@@ -41,9 +38,32 @@ class ExecEntry(ctypes.Structure):
         ("ctx", ctypes.c_void_p),
         ("nodes", ctypes.c_void_p),
         ("n_nodes", ctypes.c_int64),
+        ("held", ctypes.c_int64),
+        ("busy", ctypes.c_int64),
+    ]
+
+
+class SettingEntry(ctypes.Structure):
+    """`pg_setting`: what a recipe sets one node to, and which slots are its own."""
+
+    _fields_ = [("params", ctypes.c_void_p), ("last", ctypes.c_int64)]
+
+
+class SlotEntry(ctypes.Structure):
+    """`pg_slot`: a word that is rewritten."""
+
+    _fields_ = [("word", ctypes.c_int32), ("region", ctypes.c_int32), ("delta", ctypes.c_int64)]
+
+
+class RecipeEntry(ctypes.Structure):
+    """`pg_recipe`: what `pg_launch` takes."""
+
+    _fields_ = [
+        ("exec", ctypes.c_void_p),
+        ("number", ctypes.c_int64),
+        ("settings", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("words", ctypes.c_void_p),
-        ("busy", ctypes.c_int64),
     ]
 
 
@@ -68,7 +88,7 @@ class ArenaState(ctypes.Structure):
     ]
 
 
-_IN_ORDER: Final = (LaunchCalls, NodeEntry, SlotEntry, ExecEntry, ArenaState)
+_IN_ORDER: Final = (LaunchCalls, NodeEntry, ExecEntry, SettingEntry, SlotEntry, RecipeEntry, ArenaState)
 
 
 def check_sizes(library: ctypes.CDLL) -> None:

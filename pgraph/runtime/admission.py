@@ -173,6 +173,7 @@ class Admission:
                 constants=self.code.constants,
                 kept_inputs=kept,
                 slack_bytes=self._options.memory_slack_mb << 20,
+                shelf=self._cache.shelf,
             )
             saved, slack_bytes = code.sharing(), self._options.memory_slack_mb << 20
             program = program_of(built, specialization.guards, saved, slack_bytes)
@@ -190,7 +191,7 @@ class Admission:
                 self.piece.captured()
                 self.piece = None
             self._cache.add(specialization, program)
-            nodes, chunks = len(built.template.nodes), len(built.execs)
+            nodes, chunks = len(built.template.nodes), len(built.recipes)
             log.info(
                 "%s captured in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
                 self._stats.name,

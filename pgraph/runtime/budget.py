@@ -1,7 +1,8 @@
-"""How much device memory captures may take, and which of them go for a new one.
+"""How much memory captures may take, and which of them go for a new one.
 
-The memory belongs to a device, so there is one budget for all partitions of a process on it, however many
-models they are of. Whoever captures sees to it that the total is within its own option `capture_memory_mb`.
+The memory belongs to a device or to its host, so there are two budgets for all partitions of a process on a
+device, however many models they are of. Whoever captures sees to it that the total of each is within its own
+option `capture_memory_mb`.
 
 A capture that needs another's memory may have it under the rules of Note [Taking turns] in
 `pgraph.runtime.keeping`, which keep captures from pushing one another out again and again. Of those that may
@@ -14,27 +15,27 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from pgraph.runtime.keeping import PATIENCE, Use
 
-__all__ = ["NODE_BYTES", "Budget", "Held", "Holder", "limit_of"]
+__all__ = ["Budget", "Held", "Holder", "Memory", "limit_of"]
 
-NODE_BYTES: Final = 3500
-"""What a node of an exec takes on a device (H200, driver 580: 32 execs of 100 nodes take 11 MB).
-
-The driver takes memory in pieces of megabytes, so that most execs seem to take nothing and some too much. A
-capture counts as what was measured or as its nodes, whichever is more."""
+Memory = Literal["execs", "recipes"]
+"""What takes it: of the device, or of the host."""
 
 _LEAST: Final = 256 << 20
 _SHARE: Final = 100  # a hundredth of the device's memory
 
 
 class Held(Protocol):
-    """A capture."""
+    """A capture, or several that go together."""
 
-    use: Use
-    nbytes: int
+    @property
+    def use(self) -> Use: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 H = TypeVar("H", bound=Held)
@@ -43,17 +44,19 @@ H = TypeVar("H", bound=Held)
 class Holder(Protocol[H]):
     """A partition's captures."""
 
-    nbytes: int
     lock: Any  # a `threading.RLock`
 
-    def held(self) -> Sequence[H]:
-        """Its captures. Called with its lock held."""
+    def takes(self, memory: Memory) -> int:
+        """Bytes of all of them."""
+
+    def held(self, memory: Memory) -> Sequence[H]:
+        """What may go by itself. Called with its lock held."""
 
     def catch_up(self) -> None:
         """Note launches that were not told. Called with its lock held."""
 
     def evict(self, held: H) -> None:
-        """Let one go for another partition's sake. Called with its lock held."""
+        """Let one of these go for another's sake. Called with its lock held."""
 
 
 def limit_of(wanted: int | None, device_bytes: int) -> int:
@@ -67,17 +70,18 @@ def limit_of(wanted: int | None, device_bytes: int) -> int:
 
 
 class Budget(Generic[H]):
-    """Of one device. Safe to use from several threads.
+    """Of one kind of memory. Safe to use from several threads.
 
     Attributes:
         tick: a number that grows: the time for `Use` of all partitions.
-        dropped: captures that went for another's sake.
+        dropped: how often captures went for another's sake.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = "execs", tick: Callable[[], int] | None = None) -> None:
+        self.memory = memory
         self._lock = threading.Lock()
         self._holders: weakref.WeakSet[Holder[H]] = weakref.WeakSet()
-        self.tick: Callable[[], int] = itertools.count(1).__next__
+        self.tick: Callable[[], int] = tick or itertools.count(1).__next__
         self.dropped = 0
 
     def join(self, holder: Holder[H]) -> None:
@@ -87,7 +91,7 @@ class Budget(Generic[H]):
 
     def total(self) -> int:
         """Bytes of all captures."""
-        return sum(holder.nbytes for holder in self._all())
+        return sum(holder.takes(self.memory) for holder in self._all())
 
     def cleared(self) -> None:
         """A partition began anew: if nothing is left, so does the budget."""
@@ -101,7 +105,7 @@ class Budget(Generic[H]):
     def make_room(
         self,
         mine: Holder[H],
-        newcomer: H,
+        newcomer: H | None,
         limit: int,
         admits: Callable[[Holder[H], H], bool],
         *,
@@ -114,7 +118,7 @@ class Budget(Generic[H]):
 
         Args:
             mine: the partition that wants room. Its lock is held.
-            newcomer: what it is for, which stays.
+            newcomer: what it is for, which stays; None if that is not there yet.
             limit: in bytes.
             admits: whether a capture of a partition may go.
             planned: bytes of a capture that is yet to be made. Nothing is evicted before it is.
@@ -133,14 +137,14 @@ class Budget(Generic[H]):
             may_go = [
                 (_worth(held, now), number, place)
                 for number, holder in enumerate(locked)
-                for place, held in enumerate(holder.held())
+                for place, held in enumerate(holder.held(self.memory))
                 if held is not newcomer and admits(holder, held)
             ]
             gone: list[tuple[Holder[H], H]] = []
             for _, number, place in sorted(may_go):
                 if needed <= 0:
                     break
-                gone.append((locked[number], locked[number].held()[place]))
+                gone.append((locked[number], locked[number].held(self.memory)[place]))
                 needed -= gone[-1][1].nbytes
             if needed > 0:
                 return False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pgraph.drivers.execs import Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.launch.guards import Guards, Trait, alignments, guards_of
 from pgraph.launch.interpreter import launch_first
@@ -17,9 +18,10 @@ from pgraph.launch.native import Addresses, native_addresses, native_launch, nat
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
-from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, limit_of
+from pgraph.runtime.budget import Budget, Holder, Memory, limit_of
 from pgraph.runtime.economy import Economy
-from pgraph.runtime.keeping import WAITING, Keeper
+from pgraph.runtime.holdings import NODE_BYTES, Group, Holdings
+from pgraph.runtime.keeping import WAITING, Keeper, Use
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
@@ -27,7 +29,16 @@ from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["Captured", "SpecializationCache"]
 
-_budgets: dict[torch.device, Budget[Specialization]] = {}
+_Unit = Group | Specialization
+_budgets: dict[torch.device, tuple[Budget[_Unit], ...]] = {}
+
+
+def _budgets_of(device: torch.device) -> tuple[Budget[_Unit], ...]:
+    """Of the device's memory, and of the host's."""
+    if device not in _budgets:
+        first: Budget[_Unit] = Budget("execs")
+        _budgets[device] = first, Budget("recipes", first.tick)
+    return _budgets[device]
 
 
 class Captured:
@@ -84,7 +95,7 @@ class SpecializationCache:
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
         set_aside: one of them took longer to launch than to run, so that no other one is captured.
-        nbytes: what the captures count for in the budget of the device.
+        shelf: execs that further captures may share.
     """
 
     def __init__(
@@ -103,19 +114,19 @@ class SpecializationCache:
         self._known: dict[Guards, Specialization] = {}
         self._met: Lookup[Specialization] = Lookup()  # the same
         self._asked = 0  # how often one was asked for
-        self._budget = _budgets.setdefault(driver.device, Budget())
+        self._budgets = _budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
-        self._keeper = Keeper(options.max_captures, options.warmup, self._budget.tick)
+        self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
         self._economy = Economy()
-        self.nbytes = 0
-        self._largest = 0  # bytes of a capture
-        self._count = 0  # of captures
+        self._holdings = Holdings()
+        self.shelf = Shelf()
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
         self.set_aside = False
-        self._budget.join(self)
+        for budget in self._budgets:
+            budget.join(self)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
@@ -194,6 +205,8 @@ class SpecializationCache:
 
     def _new(self, guards: Guards) -> Specialization:
         self._forget_some()
+        if self._known:
+            guards = guards.alike(next(iter(self._known)))
         found = self._known[guards] = Specialization(guards)
         found.addresses = self._addresses(guards)
         self._met.add(guards, found)
@@ -232,52 +245,65 @@ class SpecializationCache:
 
     def _has_place(self, specialization: Specialization, args: Sequence[Any]) -> bool:
         limit = self._options.max_captures
-        if limit is None or self._count < limit:
+        if limit is None or self._holdings.count < limit:
             return True
         oldest, runs = self._by_use()[0], specialization.standing.runs
-        if self._admits(specialization, oldest):
+        if self._admits(specialization, oldest.use):
             return True
         if self._keeper.patient(runs):
             self._sizes.crowded(args, f"max_captures={limit}")
         return False
 
     def _has_memory(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        use, patience = specialization.use, self._budget.patience(self._count)
+        use = specialization.use
+        patience = max(budget.patience(self._holdings.count) for budget in self._budgets)
         if use.declined and not self._keeper.may_ask(use, patience):
             return False  # to see at each call whether there is room by now would take longer
-        if self._budget.total() + self._expected <= self._limit:
+        needed = [(budget, self._expected(budget.memory)) for budget in self._budgets]
+        if all(budget.total() + expected <= self._limit for budget, expected in needed):
             return True
         if not self._keeper.may_ask(use, patience):
             return False
-        if self._expected <= self._limit and self._make_room(specialization, self._expected):
+        too_much = any(expected > self._limit for _, expected in needed)
+        if not too_much and all(self._make_room(specialization, *one) for one in needed):
             return True
         self._keeper.declined(use)
-        if self._expected > self._limit or self._keeper.patient(specialization.standing.runs):
+        if too_much or self._keeper.patient(specialization.standing.runs):
             self._sizes.crowded(args, self._told_limit)
         return False
 
-    def _make_room(self, specialization: Specialization, planned: int = 0) -> bool:
+    def _make_room(
+        self,
+        specialization: Specialization,
+        budget: Budget[_Unit],
+        planned: int = 0,
+        unit: _Unit | None = None,
+    ) -> bool:
         use = specialization.use
 
-        def admits(holder: Holder[Specialization], held: Specialization) -> bool:
-            return self._admits(specialization, held) if holder is self else self._keeper.rests(use, held.use)
+        def admits(holder: Holder[_Unit], held: _Unit) -> bool:
+            mine = holder is self
+            return self._admits(specialization, held.use) if mine else self._keeper.rests(use, held.use)
 
-        return self._budget.make_room(self, specialization, self._limit, admits, planned=planned)
+        return budget.make_room(self, unit, self._limit, admits, planned=planned)
 
-    @property
-    def _expected(self) -> int:
+    def _expected(self, memory: Memory) -> int:
         """Bytes of a further capture. What a first one takes is a guess, which alone never keeps it out."""
-        return self._largest or min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
+        guess = min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
+        return self._holdings.expected(memory, guess)
 
-    def _admits(self, specialization: Specialization, held: Specialization) -> bool:
-        runs, captures = specialization.standing.runs, self._count - (specialization.program is not None)
-        return self._keeper.admits(specialization.use, runs, held.use, captures, self._stats.launches)
+    def _admits(self, specialization: Specialization, other: Use) -> bool:
+        runs, captured = specialization.standing.runs, specialization.program is not None
+        captures = self._holdings.count - captured
+        return self._keeper.admits(specialization.use, runs, other, captures, self._stats.launches)
 
     @property
     def limit(self) -> str:
         """The option that keeps further captures out, with its value."""
         most = self._options.max_captures
-        return f"max_captures={most}" if most is not None and self._count >= most else self._told_limit
+        return (
+            f"max_captures={most}" if most is not None and self._holdings.count >= most else self._told_limit
+        )
 
     @property
     def _told_limit(self) -> str:
@@ -292,27 +318,36 @@ class SpecializationCache:
         self._stats.captured(built)
         self._stats.waits = None
         self._economy.captured(built.seconds)
-        specialization.nbytes = max(sum(e.nbytes for e in built.execs), NODE_BYTES * nodes)
-        self._largest = max(self._largest, specialization.nbytes)
-        self.nbytes += specialization.nbytes
-        self._count += 1
-        if not self._make_room(specialization):
-            self.evict(specialization)
-            return
+        group = self._holdings.add(specialization)
+        self._tell_bytes()
+        units: tuple[_Unit, ...] = group, specialization
+        for budget, unit in zip(self._budgets, units, strict=True):
+            if not self._make_room(specialization, budget, unit=unit):
+                self.evict(specialization)
+                return
         self.launched(specialization)
         limit = self._options.max_captures
-        if limit is not None and self._count > limit:
+        if limit is not None and self._holdings.count > limit:
             self._drop(self._by_use()[0], f"max_captures={limit}")
         self._renew()
 
-    def held(self) -> list[Specialization]:
+    def takes(self, memory: Memory) -> int:
+        """Bytes that the captures count for in a budget."""
+        return self._holdings.takes(memory)
+
+    def held(self, memory: Memory) -> Sequence[_Unit]:
+        """What may go for the memory that it takes."""
+        return self._holdings.groups if memory == "execs" else self._captured()
+
+    def evict(self, held: _Unit) -> None:
+        """Let captures go, for the memory that they take."""
+        for specialization in list(held.members) if isinstance(held, Group) else [held]:
+            self._drop(specialization, self._told_limit)
+        self._renew()
+
+    def _captured(self) -> list[Specialization]:
         """Those with a capture, in the order in which they were met."""
         return [s for s in self._known.values() if s.program is not None]
-
-    def evict(self, specialization: Specialization) -> None:
-        """Let a capture go, for the memory that it takes."""
-        self._drop(specialization, self._told_limit)
-        self._renew()
 
     def _drop(self, specialization: Specialization, limit: str) -> None:
         self._let_go(specialization)
@@ -336,9 +371,10 @@ class SpecializationCache:
         self._known.clear()
         self._met = Lookup()
         self._stats.standings.clear()
-        self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budget.tick)
-        self._budget.cleared()
-        self._largest = 0
+        self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
+        for budget in self._budgets:
+            budget.cleared()
+        self._holdings = Holdings()
         self._economy = Economy()
         self._stats.waits = None
         self.latest = None
@@ -346,17 +382,18 @@ class SpecializationCache:
 
     def _by_use(self) -> list[Specialization]:
         """Those with a capture, least recently used first."""
-        return sorted(self.held(), key=lambda s: s.use.latest)
+        return sorted(self._captured(), key=lambda s: s.use.latest)
 
     def _let_go(self, specialization: Specialization) -> None:
-        assert specialization.built is not None
-        self._stats.released(specialization.built)
-        self.nbytes -= specialization.nbytes
-        self._count -= 1
-        specialization.nbytes = 0
+        self._holdings.remove(specialization)
+        self._tell_bytes()
         if specialization is self.latest:
             self.latest = None
 
+    def _tell_bytes(self) -> None:
+        self._stats.exec_bytes = self._holdings.exec_bytes
+        self._stats.recipe_bytes = self._holdings.takes("recipes")
+
     def _renew(self) -> None:
-        ready = [s for s in self.held() if s.trial is None]
+        ready = [s for s in self._captured() if s.trial is None]
         self.captured = Captured(ready)

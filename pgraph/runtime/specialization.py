@@ -83,7 +83,7 @@ class Specialization:
         trial: while it is on trial.
         asked: when it was asked for, in such questions of the partition.
         addresses: `Guards.addresses` of the guards.
-        nbytes: what its capture counts for in the budget of the device.
+        nbytes: what its capture counts for in the budget of the host's memory.
     """
 
     guards: Guards

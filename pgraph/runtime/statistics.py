@@ -34,8 +34,9 @@ class PartitionStats:
         captures: templates made (each from two recordings).
         nodes: graph nodes over all templates.
         slots: words that are rebound, over all templates.
-        chunks: execs.
-        exec_bytes: device memory that the driver holds for the execs that there are now.
+        chunks: of their plans.
+        exec_bytes: device memory that the driver holds for the execs that there are now, each counted once.
+        recipe_bytes: about what the captures that there are now take of the host's memory.
         capture_s: seconds spent capturing, matching, planning and instantiating.
         launches: calls served by a launch.
         rewritten_nodes: nodes set, over all launches.
@@ -54,6 +55,7 @@ class PartitionStats:
     slots: int = 0
     chunks: int = 0
     exec_bytes: int = 0
+    recipe_bytes: int = 0
     capture_s: float = 0.0
     launches: int = 0
     rewritten_nodes: int = 0
@@ -83,17 +85,12 @@ class PartitionStats:
         self.captures += 1
         self.nodes += len(built.template.nodes)
         self.slots += len(built.template.slots)
-        self.chunks += len(built.execs)
-        self.exec_bytes += sum(e.nbytes for e in built.execs)
+        self.chunks += len(built.recipes)
         self.capture_s += built.seconds
-
-    def released(self, built: Built) -> None:
-        """Its execs are let go (evicted, reset, refused)."""
-        self.exec_bytes -= sum(e.nbytes for e in built.execs)
 
     def forget_captures(self) -> None:
         """All of them were freed by a reset, as if there had been none."""
-        self.captures = self.nodes = self.slots = self.chunks = self.exec_bytes = 0
+        self.captures = self.nodes = self.slots = self.chunks = self.exec_bytes = self.recipe_bytes = 0
         self.capture_s = 0.0
 
     def give_up(self, reason: Reason) -> None:
@@ -227,6 +224,10 @@ class Report:
         return self._sum("exec_bytes")
 
     @property
+    def recipe_bytes(self) -> int:
+        return self._sum("recipe_bytes")
+
+    @property
     def capture_s(self) -> float:
         return self._sum("capture_s")
 
@@ -268,6 +269,7 @@ class Report:
             "rewritten_nodes",
             "refused",
             "exec_bytes",
+            "recipe_bytes",
             "splits",
         )
         return {

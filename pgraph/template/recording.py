@@ -26,6 +26,9 @@ class NodeRecord:
         params: parameter bytes, addresses included, in the machine's byte order. Every address is
             an 8-byte word aligned to 8 within these bytes.
         structs: [first, end) in `params` of arguments larger than a word, which may have padding.
+        kept: what an exec keeps of the node it was made from, whatever is set later: a kernel's launch
+            attributes, or the parameters of a copy or a fill, with zeros for what may be set besides
+            addresses. None if it is not known.
     """
 
     kind: NodeKind
@@ -33,6 +36,7 @@ class NodeRecord:
     header: tuple[Any, ...]
     params: bytes
     structs: tuple[tuple[int, int], ...] = ()
+    kept: tuple[Any, ...] | bytes | None = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

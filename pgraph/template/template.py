@@ -1,23 +1,43 @@
 """What two matching recordings prove: immutable, printable, free of torch and of CUDA.
 
-A `Template` holds the nodes, which words of their parameters are the address of which region, and the
-allocation timeline. It holds no addresses: those of a recording are ghosts (`pgraph.template.recording`).
+A `Template` holds what nodes there are, which words of their parameters are the address of which region, and
+the allocation timeline. It holds no addresses: those of a recording are ghosts (`pgraph.template.recording`).
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pgraph.template.plan import Plan
-from pgraph.template.recording import NodeRecord, OutputSpec
+from pgraph.template.recording import NodeKind, OutputSpec
 from pgraph.text import amount
 
-__all__ = ["Region", "Slot", "Template", "slots_of"]
+__all__ = ["NodeFacts", "Region", "Slot", "Template", "alike", "borrowed", "node_facts", "slots_of"]
+
+T = TypeVar("T")
 
 RegionKind = Literal["input", "output", "temp", "workspace"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What is remembered of a node.
+
+    Args:
+        nbytes: of its parameters.
+    """
+
+    kind: NodeKind
+    name: str
+    nbytes: int
+
+
+# Equal ones are one object: a model has many layers, and many sizes.
+node_facts = functools.lru_cache(maxsize=4096)(NodeFacts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,9 +80,9 @@ def slots_of(slots: Sequence[Slot], first: int, last: int) -> Sequence[Slot]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """All that is needed to launch a partition on any addresses."""
+    """What is needed to launch a partition on any addresses, beside the parameters, which recipes have."""
 
-    nodes: tuple[NodeRecord, ...]
+    nodes: tuple[NodeFacts, ...]
     regions: tuple[Region, ...]
     slots: tuple[Slot, ...]
     outputs: tuple[OutputSpec, ...]
@@ -82,11 +102,25 @@ class Template:
             words = ", ".join(
                 f"{s.offset}=r{s.region}{f'{s.delta:+d}' if s.delta else ''}" for s in by_node.get(i, ())
             )
-            lines.append(f"  node {i}: {node.kind} {node.name} ({len(node.params)} bytes) {words}".rstrip())
+            lines.append(f"  node {i}: {node.kind} {node.name} ({node.nbytes} bytes) {words}".rstrip())
         for i, out in enumerate(self.outputs):
             lines.append(f"  output {i}: {_render_output(out)}")
         lines.append(self.plan.render())
         return "\n".join(lines)
+
+
+def alike(template: Template, other: Template) -> Template:
+    """The same template, made of another's slots and regions where these are equal: it takes less memory."""
+    slots, regions = borrowed(template.slots, other.slots), borrowed(template.regions, other.regions)
+    return dataclasses.replace(template, slots=slots, regions=regions)
+
+
+def borrowed(mine: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
+    """The same items; where the others, as many of them, have an equal one in its place, it is that one."""
+    if len(mine) != len(others):
+        return mine
+    found = tuple([b if a == b else a for a, b in zip(mine, others, strict=True)])
+    return others if found == others else found
 
 
 def _render_output(out: OutputSpec) -> str:

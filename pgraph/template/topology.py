@@ -40,11 +40,14 @@ class Topology:
         n_nodes: how many there are.
         edges: (before, after) positions, before < after, sorted; of nodes that wait for one another directly.
         joins: positions at which all paths meet, ascending; 0 and `n_nodes` are among them.
+        odd: (before, after, how) of edges that are no plain ones: the after need not wait for all of the
+            before's work; sorted.
     """
 
     n_nodes: int
     edges: tuple[tuple[int, int], ...]
     joins: tuple[int, ...]
+    odd: tuple[tuple[int, int, bytes], ...] = ()
 
     def before(self, position: int) -> int:
         """The last join at or before a position."""

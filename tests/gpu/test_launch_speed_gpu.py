@@ -39,11 +39,12 @@ def test_nodes_are_set_after_the_upload() -> None:
     for x in keep:
         compiled(x)
     assert_launched(2)
-    (exec,) = (e for b in built() for e in b.execs)
-    assert isinstance(exec, execs.CudaExec)
+    (recipe,) = (r for b in built() for r in b.recipes)
+    assert isinstance(recipe, execs.CudaRecipe)
+    exec = recipe.exec
     (early,) = check(cu.cuGraphInstantiate(exec._source.graph, 0))
-    for entry in exec._entries:
-        assert execs._calls()[0][0](int(early), entry.node, entry.params) == 0
+    for node, setting in zip(exec.nodes, recipe._settings, strict=True):
+        assert execs._calls()[0][0](int(early), node.node, setting.params) == 0
     stream = torch.cuda.current_stream().cuda_stream
     times: dict[str, list[float]] = {"ours": [], "early": []}
     for _ in range(9):

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import snapshot, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
-from pgraph.drivers.cuda.exec import CudaExec, CudaGraph
+from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
 from pgraph.drivers.cuda.ghost import (
     CudaArena,
     GhostPools,
@@ -49,10 +49,12 @@ from pgraph.drivers.cuda.ghost import (
     read_trace,
     unlimited,
 )
+from pgraph.drivers.cuda.graph import CudaGraph
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.cuda.peaks import restore
-from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session
+from pgraph.drivers.execs import Exec, Recipe
+from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Session
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError
@@ -222,6 +224,12 @@ class CudaDriver(Driver):
             graph.anchor(nodes, slots, self.device.index)
             mine = slots_of(slots, first, last)
             return CudaExec(graph, nodes, first, last, mine, self._capture_stream().cuda_stream)
+
+    def recipe(
+        self, exec: Exec, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Recipe:
+        assert isinstance(exec, CudaExec)
+        return CudaRecipe(exec, nodes[first:last], slots_of(slots, first, last), first)
 
     def framework_ranges(self) -> RangeMap | None:
         # Blocks in use, not whole segments: nothing points to memory that is free.

@@ -9,12 +9,14 @@ Copy and fill nodes are their parameter structs.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda import kept
 from pgraph.errors import CaptureError, DriverError
 from pgraph.native import libraries
 from pgraph.reasons import Reason
@@ -82,13 +84,22 @@ def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
         return [], chain(0)
     nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
     n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
-    found: tuple[Any, Any] = check(cu.cuGraphGetEdges(graph, n_edges))[:2] if n_edges else ((), ())
+    found = check(cu.cuGraphGetEdges(graph, n_edges)) if n_edges else ((), ())
     place = {int(node): position for position, node in enumerate(nodes)}
-    edges = [(place[int(s)], place[int(t)]) for s, t in zip(*(f[:n_edges] for f in found), strict=True)]
+    edges = [(place[int(s)], place[int(t)]) for s, t in zip(*(f[:n_edges] for f in found[:2]), strict=True)]
     order = in_order(count, edges)
     assert order is not None, "a CUDA graph has no circles"
     place = {position: i for i, position in enumerate(order)}
-    return [nodes[position] for position in order], topology(count, [(place[s], place[t]) for s, t in edges])
+    edges = [(place[s], place[t]) for s, t in edges]
+    # Drivers' bindings of CUDA 12 say nothing of an edge, and fail where it is no plain one.
+    how = [_how(data) for data in found[2][:n_edges]] if len(found) > 3 else [b""] * n_edges
+    odd = tuple(sorted((*edge, kind) for edge, kind in zip(edges, how, strict=True) if any(kind)))
+    return [nodes[position] for position in order], dataclasses.replace(topology(count, edges), odd=odd)
+
+
+def _how(data: Any) -> bytes:
+    """What an edge's data say; zeros for a plain one."""
+    return bytes((int(data.from_port), int(data.to_port), int(data.type)))
 
 
 def read_nodes(nodes: Sequence[Any]) -> tuple[NodeRecord, ...]:
@@ -123,10 +134,12 @@ def read_node(node: Any) -> NodeRecord:
         kinds = {copy.srcMemoryType, copy.dstMemoryType}
         if kinds & {_HOST_MEMORY, _ARRAY_MEMORY}:
             raise CaptureError(node_reason("a copy from or to host memory"))
-        return NodeRecord("memcpy", "memcpy", (), ctypes.string_at(copy.getPtr(), _MEMCPY_BYTES))
+        data = ctypes.string_at(copy.getPtr(), _MEMCPY_BYTES)
+        return NodeRecord("memcpy", "memcpy", (), data, kept=kept.of_copy(data))
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
         (fill,) = check(cu.cuGraphMemsetNodeGetParams(node))
-        return NodeRecord("memset", "memset", (), ctypes.string_at(fill.getPtr(), _MEMSET_BYTES))
+        data = ctypes.string_at(fill.getPtr(), _MEMSET_BYTES)
+        return NodeRecord("memset", "memset", (), data, kept=kept.of_fill(data))
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY:
         return NodeRecord("empty", "empty", (), b"")
     raise CaptureError(node_reason(f"a node of type {kind.name}"))
@@ -154,7 +167,8 @@ def _read_kernel(node: int) -> NodeRecord:
     else:
         data, passing, layout = b"", ("params", ()), ()
     header = (function, tuple(p.grid), tuple(p.block), p.shared, p.ctx or 0, passing)
-    return NodeRecord("kernel", name, header, data, _structs(layout))
+    stays = kept.of_kernel(node, function, p.ctx or 0, passing[0])
+    return NodeRecord("kernel", name, header, data, _structs(layout), stays)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,8 +2,8 @@
 
 * Capture records; nothing runs. Ghost addresses are reserved without access rights, so that an op
   that touches data while it is being captured crashes, as it would misbehave under CUDA.
-* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses
-  inside; memcpy and memset nodes hold addresses and a size.
+* A kernel node is an op (or a compiled C++ kernel) plus packed parameter bytes with raw addresses, sizes,
+  strides and numbers inside; memcpy and memset nodes hold addresses and a number of bytes.
 * A launch decodes the addresses and runs the op on whatever memory they name: a wrong slot gives
   wrong numbers. Where a recording forks, nodes that were recorded later run first if they may.
 * Ops that read data on the host, draw random numbers or have data-dependent shapes cannot be
@@ -26,8 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compat import lazily
+from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.host import faults as fault
 from pgraph.drivers.host.arena import CPU, HostArena
+from pgraph.drivers.host.execs import HostExec, HostRecipe
 from pgraph.drivers.host.nodes import (
     TABLE,
     KernelCall,
@@ -38,14 +40,13 @@ from pgraph.drivers.host.nodes import (
     kinds,
     refuse_mixed_norms,
     refuse_random,
-    run,
 )
 from pgraph.drivers.host.rehearsal import Rehearsal
-from pgraph.drivers.interface import Arena, Driver, Exec, HiddenAllocation, Session, extent
+from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Session, extent
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot, slots_of
-from pgraph.template.topology import Topology, in_order, topology
+from pgraph.template.topology import Topology, topology
 
 __all__ = ["HostDriver"]
 
@@ -143,7 +144,7 @@ class HostSession(Session):
         # Scratch, twice as large as the result, written and freed; the result takes its place.
         address = self.arena.take(2 * nbytes)
         self._hidden.append(HiddenAllocation(address, 2 * nbytes, freed=True))
-        self._add("memset", "scratch", (0xA5, 2 * nbytes), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, 2 * nbytes])
         return self.arena.tensor(address, like.size(), like.stride(), like.dtype)
 
     def _beyond(self, name: str) -> list[int]:
@@ -153,7 +154,7 @@ class HostSession(Session):
             return []
         address = self.arena.take(_SCRATCH)
         self._hidden.append(HiddenAllocation(address, _SCRATCH, freed=True))
-        self._add("memset", "scratch", (0xA5, _SCRATCH), [address])
+        self._add("memset", "scratch", (), [address, 0xA5, _SCRATCH])
         return [address + _SCRATCH + distance]
 
     def _reusing(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
@@ -171,9 +172,9 @@ class HostSession(Session):
         if name in fault.active().elsewhere:
             return
         if (copy := as_copy(op, args, kwargs, fresh)) is not None:
-            self._add("memcpy", name, (copy[2],), [copy[0], copy[1]])
+            self._add("memcpy", name, (), list(copy))
         elif (fill := as_fill(op, args, fresh)) is not None:
-            self._add("memset", name, (0, fill[1]), [fill[0]])
+            self._add("memset", name, (), [fill[0], 0, fill[1]])
         else:
             leaves, spec = tree_flatten((args, kwargs))
             codes, words = encode(leaves)
@@ -218,11 +219,17 @@ class HostSession(Session):
         return words
 
     def _add(self, kind: Any, name: str, header: tuple[Any, ...], words: list[int]) -> None:
-        packed = struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+        packed = _packed(words)
         self._join([i for i, ranges in self._aside.items() if _names(words, ranges)])
         self._edges += [(before, len(self._nodes)) for before in self._tail]
         self._tail = (len(self._nodes),)
-        self._nodes.append(NodeRecord(kind, name, header, packed))
+        self._nodes.append(NodeRecord(kind, name, header, packed, kept=self._kept(kind, name, words)))
+
+    def _kept(self, kind: Any, name: str, words: list[int]) -> tuple[Any, ...] | bytes:
+        """What an exec keeps of it (`NodeRecord`)."""
+        if kind == "kernel":
+            return (fault.active().cluster(name, words),)
+        return _packed([0 if i == (1 if kind == "memset" else 2) else w for i, w in enumerate(words)])
 
     # -- forks ------------------------------------------------------------------------------
 
@@ -239,56 +246,12 @@ class HostSession(Session):
             self._aside.pop(node, None)
 
 
+def _packed(words: Sequence[int]) -> bytes:
+    return struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+
+
 def _names(words: Sequence[int], ranges: Sequence[tuple[int, int]]) -> bool:
     return any(first <= word < end for word in words for first, end in ranges)
-
-
-def _late_first(order: Topology, first: int, last: int) -> Sequence[int]:
-    """The nodes [first, last) counted from the first: the latest of those that may run goes first."""
-    n = last - first
-    if order.is_chain:
-        return range(n)
-    mirrored = ((last - 1 - a, last - 1 - b) for a, b in order.edges if first <= a and b < last)
-    found = in_order(n, mirrored)
-    assert found is not None
-    return [n - 1 - i for i in found]
-
-
-class HostExec(Exec):
-    """Nodes with their own parameter memory, run at each launch in an order that their edges allow."""
-
-    def __init__(
-        self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int, sequence: Sequence[int]
-    ) -> None:
-        fault.active().reach("instantiate")
-        self._nodes = nodes
-        self._sequence = sequence
-        self._params = [bytearray(n.params) for n in nodes]
-        self._slots: list[list[tuple[int, int, int]]] = [[] for _ in nodes]
-        for s in slots:
-            self._slots[s.node - first].append((s.offset, s.region, s.delta))
-        self._lock = threading.Lock()
-        self.nbytes = sum(len(p) for p in self._params)
-
-    def launch(self, bases: list[int], stream: int) -> int:
-        with self._lock:
-            rewritten = 0
-            for params, slots in zip(self._params, self._slots, strict=True):
-                changed = False
-                for offset, region, delta in slots:
-                    value = (bases[region] + delta) & 0xFFFFFFFFFFFFFFFF
-                    if struct.unpack_from("=Q", params, offset)[0] != value:
-                        struct.pack_into("=Q", params, offset, value)
-                        changed = True
-                if changed:
-                    fault.active().reach("set_params")
-                    rewritten += 1
-            fault.active().reach("launch")
-            # No mode of the caller's applies to a device's kernels, so none does here.
-            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
-                for i in self._sequence:
-                    run(self._nodes[i], self._params[i])
-            return rewritten
 
 
 class HostDriver(Driver):
@@ -321,8 +284,13 @@ class HostDriver(Driver):
     def instantiate(
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:
-        sequence = _late_first(graph.order, first, last)
-        return HostExec(nodes[first:last], slots_of(slots, first, last), first, sequence)
+        return HostExec(nodes[first:last], graph.order, first)
+
+    def recipe(
+        self, exec: Exec, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
+    ) -> Recipe:
+        assert isinstance(exec, HostExec)
+        return HostRecipe(exec, nodes[first:last], slots_of(slots, first, last), first)
 
     def framework_ranges(self) -> RangeMap | None:
         fault.active().reach("match")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -57,6 +57,8 @@ class HostFaults:
         elsewhere: ops whose kernels go to a stream that is not being captured.
         aside: ops whose kernels go to a stream of their own, for which what follows waits as late as it may:
             when it reads the result, or something is written in place.
+        clusters: ops whose kernels have another launch attribute for sizes of at least so many in the first
+            dimension of their first tensor.
         reuse: hand out a dead range's address again inside one capture, as a caching allocator does.
         fail_at: the point.
         fail_as: how: a call of the driver's fails, memory runs out, or (while capturing) the capture is
@@ -77,11 +79,20 @@ class HostFaults:
     origin: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     aside: frozenset[str] = frozenset()
+    clusters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reuse: bool = False
     fail_at: FaultPoint | None = None
     fail_as: Kind = "device"
     fail_count: int = 1_000_000
     framework: tuple[tuple[int, int], ...] = ()
+
+    def cluster(self, name: str, words: Sequence[int]) -> int:
+        """Launch attribute of an op's kernel.
+
+        Args:
+            words: its parameters: an address, and then the first size, if the first argument is a tensor.
+        """
+        return 2 if name in self.clusters and words[1] >= self.clusters[name] else 1
 
     def reach(self, point: FaultPoint) -> None:
         """Fail here if told so.

@@ -27,6 +27,7 @@ __all__ = [
     "refuse_mixed_norms",
     "refuse_random",
     "run",
+    "spoil",
 ]
 
 aten = torch.ops.aten
@@ -88,26 +89,34 @@ class KernelCall:
 
 
 def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """(codes, words): a word per tensor and per integer, everything else stands in the code."""
+    """(codes, words): a word per number, and for a tensor its address, sizes, strides and offset. All else
+    stands in the code."""
     codes: list[Any] = []
     words: list[int] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            bits = leaf.is_conj(), leaf.is_neg()
-            layout = tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype, int(leaf.storage_offset())
-            codes.append(("tensor", *layout, *bits))
-            words.append(leaf.data_ptr())
+            codes.append(("tensor", leaf.dim(), leaf.dtype, leaf.is_conj(), leaf.is_neg()))
+            words += [leaf.data_ptr(), *leaf.size(), *leaf.stride(), int(leaf.storage_offset())]
         elif type(leaf) is int:
             codes.append(("int",))
             words.append(leaf)
+        elif type(leaf) is float:
+            codes.append(("float",))
+            words += struct.unpack("=Q", struct.pack("=d", leaf))
         else:
             codes.append(("value", leaf))
     return tuple(codes), words
 
 
 def kinds(codes: Sequence[Any]) -> list[str]:
-    """What each word stands for: a tensor or an integer."""
-    return [code[0] for code in codes if code[0] != "value"]
+    """What each word stands for: a tensor's address, its layout, or a number."""
+    found: list[str] = []
+    for code in codes:
+        if code[0] == "tensor":
+            found += ["tensor", *["layout"] * (2 * code[1] + 1)]
+        elif code[0] != "value":
+            found.append(code[0])
+    return found
 
 
 def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
@@ -115,10 +124,14 @@ def _decode(codes: Sequence[Any], words: Sequence[int]) -> list[Any]:
     at = iter(words)
     for code in codes:
         if code[0] == "tensor":
-            values.append(_tensor_at(next(at), *code[1:]))
+            _, dim, dtype, conj, neg = code
+            address, *layout, offset = (next(at) for _ in range(2 * dim + 2))
+            values.append(_tensor_at(address, layout[:dim], layout[dim:], dtype, offset, conj, neg))
         elif code[0] == "int":
             word = next(at)
             values.append(word - (1 << 64) if word >> 63 else word)
+        elif code[0] == "float":
+            values.append(struct.unpack("=d", struct.pack("=Q", next(at)))[0])
         else:
             values.append(code[1])
     return values
@@ -140,12 +153,13 @@ def _tensor_at(
     return lazily(torch.empty(0, dtype=dtype, device=_CPU).set_(storage, offset, size, stride), conj, neg)
 
 
-def run(node: NodeRecord, params: bytearray) -> None:
+def run(node: NodeRecord, params: bytes | bytearray) -> None:
+    """Do what a node does with these parameters."""
     words = struct.unpack_from(f"={len(params) // 8}Q", params)
     if node.kind == "memcpy":
-        ctypes.memmove(words[0], words[1], node.header[0])
+        ctypes.memmove(*words)
     elif node.kind == "memset":
-        ctypes.memset(words[0], node.header[0], node.header[1])
+        ctypes.memset(*words)
     elif node.header[0] is TABLE:
         ctypes.memmove(words[0], bytes(params[8:]), 8 * node.header[1])
     else:
@@ -157,6 +171,17 @@ def run(node: NodeRecord, params: bytearray) -> None:
             pairs = zip(words, kinds(codes), strict=False)
             words = tuple((w + rest[1]) % (1 << 64) if kind == "tensor" else w for w, kind in pairs)
         call(_decode(codes, words))
+
+
+def spoil(node: NodeRecord, params: bytes | bytearray) -> None:
+    """What becomes of a kernel's results where it was launched with attributes that are not its own."""
+    call, codes, *_ = node.header
+    tensors = [
+        leaf for leaf in _decode(codes, struct.unpack_from(f"={len(params) // 8}Q", params)) if _dense(leaf)
+    ]
+    results = tensors[-len(call.positions) :] if isinstance(call, OpCall) and call.positions else tensors[:1]
+    for result in results:
+        result.fill_(77)
 
 
 def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
@@ -190,8 +215,8 @@ def refuse_mixed_norms(op: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous() and t.numel() > 0
+def _dense(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_contiguous() and t.numel() > 0
 
 
 def as_copy(op: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> tuple[int, int, int] | None:

@@ -1,0 +1,149 @@
+"""Captured graphs: cut into parts, and made ready to be instantiated."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph.drivers.cuda import snapshot
+from pgraph.drivers.cuda.nodes import check, node_reason
+from pgraph.errors import CaptureError
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
+
+__all__ = ["CudaGraph"]
+
+_COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
+
+
+def _moved_bytes(record: NodeRecord) -> int:
+    """Bytes from the first to the last that a copy or fill node touches at either end."""
+    words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+    if record.kind == "memcpy":
+        width, height, depth = words[22:25]
+        pitch = max(words[9], words[20], width)
+        rows = max(words[10], words[21], height)
+        return pitch * rows * depth
+    pitch, size_of, width, height = words[1], words[2] >> 32, words[3], words[4]
+    return max(pitch * height, width * height * size_of)
+
+
+def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
+    """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
+    segments = [
+        s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]
+    largest = max(segments, key=lambda s: s["total_size"], default=None)
+    if largest is not None and largest["total_size"] >= nbytes:
+        return largest["address"], None
+    owner = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    return owner.data_ptr(), owner
+
+
+@functools.cache
+def _setters() -> tuple[Any, Any]:
+    """The driver functions that set a copy and a fill of a graph."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    copy, fill = lib.cuGraphMemcpyNodeSetParams, lib.cuGraphMemsetNodeSetParams
+    copy.argtypes = fill.argtypes = [ctypes.c_void_p] * 2
+    return copy, fill
+
+
+class CudaGraph:
+    """A graph and its nodes, each after those that it waits for; freed with its last reference.
+
+    An exec needs its graph: setting a node's parameters names the node in the graph that the exec
+    was made from.
+    """
+
+    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
+        self.graph = graph
+        self.nodes = nodes
+        self._anchored = False
+        self._chunks: tuple[tuple[int, int], ...] = ()
+        self._parts: dict[tuple[int, int], CudaGraph] = {}
+
+    def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
+        """Point copy and fill nodes with slots at ordinary memory, before anything is instantiated.
+
+        Note [Copies are anchored]
+        An exec's copy and fill nodes take new addresses only from the context that the old ones had
+        when it was instantiated, and ghost memory (like all memory mapped by hand) belongs to none:
+        every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
+        first, large enough for what they move. It is never used: all slots are written before a launch.
+        A node without slots (an op's own scratch, from outside the framework) stays as it was captured.
+
+        Raises:
+            CaptureError: the driver does not take it.
+        """
+        if self._anchored:
+            return
+        self._anchored = True
+        moving = [(self.nodes[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
+        if not moving:
+            return
+        need = max(_moved_bytes(record) for _, record in moving)
+        address, _holder = _ordinary_range(need, device)
+        for node, record in moving:
+            words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+            if record.kind == "memcpy":
+                words[_COPY_FROM] = words[_COPY_TO] = address
+                code = _setters()[0](int(node), ctypes.addressof(words))
+            else:
+                words[_FILL_TO] = address
+                code = _setters()[1](int(node), ctypes.addressof(words))
+            if code:
+                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
+                raise CaptureError(node_reason(what))
+
+    def cut(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Be told of which ranges of nodes there will be a part: all nodes, in order."""
+        self._chunks = tuple(chunks)
+
+    def part(self, first: int, last: int) -> CudaGraph:
+        """A copy with the nodes [first, last) and the edges between them only; itself, if those are all."""
+        if (first, last) == (0, len(self.nodes)):
+            return self
+        if self._chunks:
+            chunks, self._chunks = self._chunks, ()
+            self._parts = dict(zip(chunks, _divided(self, chunks), strict=True))
+        found = self._parts.pop((first, last), None)
+        return found if found is not None else self._copy(first, last)
+
+    def _copy(self, first: int, last: int) -> CudaGraph:
+        (clone,) = check(cu.cuGraphClone(self.graph))
+        copy = CudaGraph(clone, [])
+        twins = [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes]
+        for twin in (*twins[:first], *twins[last:]):
+            check(cu.cuGraphDestroyNode(twin))
+        copy.nodes = twins[first:last]
+        return copy
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            check(cu.cuGraphDestroy(self.graph))
+
+
+def _divided(graph: CudaGraph, chunks: Sequence[tuple[int, int]]) -> list[CudaGraph]:
+    """A part for each of these ranges, which are all nodes of the graph.
+
+    By halves: a graph can only be copied as a whole, so to copy it for each part would take the nodes times
+    the parts.
+    """
+    if len(chunks) == 1:
+        return [graph]
+    half, begin = len(chunks) // 2, chunks[0][0]
+    border = chunks[half][0] - begin
+    left, right = graph._copy(0, border), graph._copy(border, len(graph.nodes))
+    return [*_divided(left, chunks[:half]), *_divided(right, chunks[half:])]
+
+
+def _rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[int]:
+    """Positions of the copy and fill nodes that are given addresses at a launch."""
+    return sorted({slot.node for slot in slots if nodes[slot.node].kind != "kernel"})

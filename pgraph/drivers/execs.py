@@ -1,0 +1,97 @@
+"""What a driver makes of a captured graph: execs, and the recipes that tell them what to do."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import weakref
+from collections.abc import Hashable
+
+from pgraph.template.template import Template
+
+__all__ = ["Exec", "ExecSet", "Recipe", "Shelf"]
+
+
+class Exec:
+    """An executable range of nodes: what the driver holds for it. Recipes set its nodes, and launch it.
+
+    Note [Freed by reference]
+    Graphs and execs are freed when the last reference to them goes. A thread that is in the middle
+    of a launch holds one, so that eviction and reset cannot pull an exec away under it; launches
+    already queued on the device finish first, as the driver promises.
+
+    Note [Shared execs]
+    A driver takes new functions, dimensions and parameters for the nodes of an exec. So the specializations
+    of a partition share one, as long as their recordings agree in all that cannot be set anew: the kinds of
+    the nodes, how they wait for one another, launch attributes, the sizes of fills, and where the plan cuts
+    (`pgraph.template.sharing`, `Driver.instantiate`). An update ignores launch attributes without a word, so
+    what cannot be read counts as different. Each specialization has a recipe for each exec: all that is to be
+    set, in the host's memory.
+
+    What an exec holds is its own state. It knows which recipe it was set to last; a launch of any other sets
+    all nodes first, and a launch of the same one those whose addresses changed since. Recipes have numbers
+    that are never used again, since one may lie where another was freed. A call of the driver's that fails
+    leaves the exec with nobody knows what: it then holds no recipe, and the next launch sets all. One thread
+    at a time sets and launches.
+
+    An exec lives as long as one of its recipes does.
+    """
+
+    nbytes: int = 0
+    """Device memory the driver holds for it, in bytes."""
+
+
+class Recipe(abc.ABC):
+    """What one specialization has an exec do (Note [Shared execs]).
+
+    Attributes:
+        exec: kept alive by it.
+        nbytes: of the host's memory, in bytes.
+        entry: address of the native helper's `pg_recipe`; None where launches go through `launch` only.
+    """
+
+    exec: Exec
+    nbytes: int = 0
+    entry: int | None = None
+
+    @abc.abstractmethod
+    def launch(self, bases: list[int], stream: int) -> int:
+        """Set the nodes that the exec has otherwise, today's addresses included, then launch.
+
+        Args:
+            bases: one address per region.
+            stream: raw handle of the stream to launch on.
+
+        Returns:
+            Number of nodes set.
+
+        Raises:
+            DriverError: a driver call failed.
+        """
+
+    @abc.abstractmethod
+    def fits(self) -> bool:
+        """Whether the exec, made from another recording, takes the functions and dimensions of this one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExecSet:
+    """The execs of a plan's chunks, which several specializations share.
+
+    Args:
+        execs: one for each chunk, in order.
+        template: of the recording that they were made from.
+    """
+
+    execs: tuple[Exec, ...]
+    template: Template
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory the driver holds for them, in bytes."""
+        return sum(e.nbytes for e in self.execs)
+
+
+Shelf = weakref.WeakValueDictionary[Hashable, ExecSet]
+"""The execs that a partition's specializations share, by what their recordings have in common. It keeps none
+of them alive."""

@@ -1,0 +1,260 @@
+"""The CUDA driver's execs and recipes over stand-ins for the driver's functions, from C and from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pgraph.errors import DriverError
+from pgraph.native import libraries
+from pgraph.native.structs import LaunchCalls
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
+
+cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
+cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
+
+_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+EXEC, CTX, STREAM, FIRST = 11, 22, 33, 7
+
+
+class Device:
+    """Takes what execs are set to as the driver would: by reading the structs.
+
+    Attributes:
+        content: by node, (function, grid, block, shared bytes, context, parameter bytes) or a struct's bytes.
+        launched: the content of each launch.
+        fail_at: how many calls from now on one fails.
+    """
+
+    def __init__(self) -> None:
+        self.content: dict[int, Any] = {}
+        self.launched: list[dict[int, Any]] = []
+        self.fail_at: int | None = None
+        self.calls = 0
+        made = [_SET(self._kernel), _COPY(self._copy), _COPY(self._fill), _LAUNCH(self._launch)]
+        self.functions = made, LaunchCalls(*[ctypes.cast(f, ctypes.c_void_p).value for f in made])
+
+    def _failed(self) -> int:
+        self.calls += 1
+        if self.fail_at is None:
+            return 0
+        self.fail_at -= 1
+        return 1 if self.fail_at < 0 else 0
+
+    def _kernel(self, exec: int, node: int, params: int) -> int:
+        assert exec == EXEC
+        if self._failed():
+            return 1
+        p = cuda_nodes.KernelParams.from_address(params)
+        if p.extra:
+            assert not p.kernel_params
+            data = cuda_nodes._extra_buffer(p.extra)
+        else:
+            sizes = self.parameters[p.func]
+            pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(p.kernel_params)
+            data = b"".join(ctypes.string_at(a, n) for a, n in zip(pointers, sizes, strict=False))
+        self.content[node] = (p.func, tuple(p.grid), tuple(p.block), p.shared, p.ctx, data)
+        return 0
+
+    parameters: dict[int, list[int]]
+
+    def _copy(self, exec: int, node: int, params: int, ctx: int) -> int:
+        return self._struct(exec, node, params, ctx, 200)
+
+    def _fill(self, exec: int, node: int, params: int, ctx: int) -> int:
+        return self._struct(exec, node, params, ctx, 40)
+
+    def _struct(self, exec: int, node: int, params: int, ctx: int, nbytes: int) -> int:
+        assert (exec, ctx) == (EXEC, CTX)
+        if self._failed():
+            return 1
+        self.content[node] = ctypes.string_at(params, nbytes)
+        return 0
+
+    def _launch(self, exec: int, stream: int) -> int:
+        assert (exec, stream) == (EXEC, STREAM)
+        if self._failed():
+            return 1
+        self.launched.append(dict(self.content))
+        return 0
+
+
+class Source:
+    """Stands for the graph that an exec was made from."""
+
+    def __init__(self, n: int) -> None:
+        self.nodes = [100 + i for i in range(n)]
+
+
+def exec_of(nodes: list[NodeRecord], slots: list[Slot]) -> Any:
+    made = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
+    made._source = Source(len(nodes))
+    made.lock = cuda_exec.threading.Lock()
+    made._lay_out(nodes, {slot.node - FIRST for slot in slots}, EXEC, CTX)
+    return made
+
+
+@dataclasses.dataclass
+class Size:
+    """What a specialization's recipe is made from."""
+
+    nodes: list[NodeRecord]
+    slots: list[Slot]
+
+
+KINDS = ("kernel", "extra", "memcpy", "memset", "fixed", "empty")
+
+
+def kernel(kind: str, function: int, numbers: list[int]) -> tuple[NodeRecord, list[int]]:
+    """A kernel with a parameter of four bytes and further ones of eight, and the offsets of these."""
+    dims = tuple(1 + n % 5 for n in numbers[:3])
+    tail = (*dims, 1, 1)[:3], (function % 7 + 1, 2, 3), function * 16, CTX
+    data = struct.pack(f"=I4x{len(numbers)}Q", function, *numbers)
+    offsets = tuple(range(8, len(data), 8))
+    passing: tuple[Any, ...] = ("params", (0, *offsets)) if kind == "kernel" else ("extra",)
+    return NodeRecord("kernel", f"f{function}", (function, *tail, passing), data), list(offsets)
+
+
+@st.composite
+def sizes(draw: st.DrawFn, kinds: list[str]) -> Size:
+    nodes, slots = [], []
+    for i, kind in enumerate(kinds):
+        numbers = draw(st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=9))
+        if kind in ("kernel", "extra"):
+            # As many parameters as the function has.
+            node, offsets = kernel(kind, len(numbers), numbers)
+            offsets = [o for o in offsets if draw(st.booleans())]
+        elif kind == "empty":
+            node, offsets = NodeRecord("empty", "empty", (), b""), []
+        else:
+            words = 25 if kind == "memcpy" else 5
+            data = struct.pack(f"={words}Q", *itertools.islice(itertools.cycle(numbers), words))
+            node = NodeRecord("memset" if kind == "fixed" else kind, kind, (), data)
+            offsets = {"memcpy": [48, 136], "memset": [0], "fixed": []}[kind]
+        nodes.append(node)
+        deltas = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-64, 64)
+        slots += [Slot(FIRST + i, offset, draw(st.integers(0, 3)), draw(deltas)) for offset in offsets]
+    return Size(nodes, slots)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[Size], list[tuple[int, list[int], int | None, bool]]]:
+    """Sizes of one partition, and what is done: (size, bases, failing call, whether it is only tried)."""
+    kinds = draw(st.lists(st.sampled_from(KINDS), max_size=5))
+    # Few of each, so that a launch comes again at the same addresses.
+    step = st.tuples(
+        st.sampled_from((0, 0, 1, 2)),
+        st.sampled_from(([1 << 40, 2 << 40, 3 << 40, 4 << 40], [1 << 40, 3 << 40, 2 << 40, 5 << 40])),
+        st.sampled_from((None, None, 0, 1, 2, 5)),
+        st.sampled_from((False, False, False, True)),
+    )
+    return [draw(sizes(kinds)) for _ in range(3)], draw(st.lists(step, min_size=1, max_size=9))
+
+
+def wanted(size: Size, bases: list[int]) -> dict[int, Any]:
+    """What each node is to do in a launch, those left out that no launch sets."""
+    found: dict[int, Any] = {}
+    for i, node in enumerate(size.nodes):
+        data = bytearray(node.params)
+        mine = [slot for slot in size.slots if slot.node == FIRST + i]
+        for slot in mine:
+            struct.pack_into("=Q", data, slot.offset, (bases[slot.region] + slot.delta) % (1 << 64))
+        if node.kind == "kernel":
+            function, grid, block, shared, ctx, passing = node.header
+            # Without the gap behind the first parameter, where they are passed one by one.
+            passed = bytes(data[:4] + data[8:]) if passing[0] == "params" else bytes(data)
+            found[100 + i] = (function, grid, block, shared, ctx, passed)
+        elif mine:
+            found[100 + i] = bytes(data)
+    return found
+
+
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest) -> str:
+    if request.param == "in C" and libraries.load() is None:
+        pytest.skip("no C compiler, or PGRAPH_NATIVE=0")
+    return str(request.param)
+
+
+def recipes_of(patch: pytest.MonkeyPatch, way: str, all_sizes: list[Size]) -> tuple[Device, Any, list[Any]]:
+    device = Device()
+    device.parameters = {n: [4, *[8] * n] for n in range(1, 10)}
+    patch.setattr(cuda_exec, "_calls", lambda: device.functions)
+    patch.setattr(cuda_exec, "check", checked)
+    if way == "in Python":
+        patch.setattr(cuda_exec.libraries, "load", lambda: None)
+    exec = exec_of(all_sizes[0].nodes, all_sizes[0].slots)
+    return device, exec, [cuda_exec.CudaRecipe(exec, s.nodes, s.slots, FIRST) for s in all_sizes]
+
+
+def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    if result[0].value:
+        raise DriverError(f"code {result[0].value}")
+    return result[1:]
+
+
+@given(program=programs())
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
+    """Whichever size was launched before, and whichever call failed; nothing is launched after a failure."""
+    all_sizes, steps = program
+    with pytest.MonkeyPatch.context() as patch:
+        device, exec, recipes = recipes_of(patch, way, all_sizes)
+        before: Any = None
+        for which, bases, will_fail, tried in steps:
+            launches, size = len(device.launched), all_sizes[which]
+            want, device.calls, device.fail_at = wanted(size, bases), 0, will_fail
+            if tried:
+                kernels = sum(node.kind == "kernel" for node in size.nodes)
+                assert recipes[which].fits() == (will_fail is None or will_fail >= kernels)
+                assert (len(device.launched), exec.state.held) == (launches, 0)
+                before = None
+                continue
+            try:
+                count = recipes[which].launch(bases, STREAM)
+            except DriverError:
+                assert will_fail is not None
+                assert len(device.launched) == launches
+                # The last call is the launch itself: the nodes are set by then.
+                before = (which, bases) if device.calls > 1 and exec.state.held else "unknown"
+                continue
+            assert device.launched[launches:] == [want]
+            assert count == device.calls - 1
+            if before is None or (before != "unknown" and before[0] != which):
+                assert count == len(want), "all nodes, since another size's were set"
+            elif before == (which, bases):
+                assert count == 0
+            before = which, bases
+
+
+def test_a_recipe_is_one_block_of_memory(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of about what its nodes need: a node of a model takes a few hundred bytes."""
+    nodes = [kernel("kernel", 6, list(range(6)))[0] for _ in range(40)]
+    slots = [Slot(FIRST + i, 8 * k, k, 0) for i in range(40) for k in range(1, 5)]
+    _, exec, (recipe,) = recipes_of(monkeypatch, way, [Size(nodes, slots)])
+    assert recipe.nbytes <= 40 * 300
+    assert (recipe.entry is None) == (way == "in Python")
+    assert all(setting.params % 8 == 0 for setting in recipe._settings)
+    big = [kernel("extra", 9, list(range(215)))[0] for _ in range(3)]
+    _, _, (recipe,) = recipes_of(monkeypatch, way, [Size(big, [])])
+    for setting in recipe._settings:
+        p = cuda_nodes.KernelParams.from_address(setting.params)
+        words = (ctypes.c_uint64 * 2).from_address(p.extra)
+        assert words[1] % 64 == 0, "tensor maps want that"
+    assert exec.state.held == 0
+
+
+def test_regions_and_words_are_not_cut_short(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = kernel("kernel", 1, [1])
+    with pytest.raises(struct.error):
+        recipes_of(monkeypatch, way, [Size([node], [Slot(FIRST, 8, 1 << 31, 0)])])
