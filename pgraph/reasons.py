@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgraph.reason_codes import CATALOGUE, ReasonCode
 
@@ -45,8 +45,7 @@ class Reason:
         return f"[{self.code}] {self.sentence}{place}. Fix: {self.fix}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """One op that was dispatched while a partition was captured.
 
     Args:

@@ -251,6 +251,21 @@ def test_storage_weak_references() -> None:
     assert ref.expired()
 
 
+def test_weak_references_without_an_object() -> None:
+    """The address of a storage, which is nobody else's while it is asked about."""
+    x = torch.randn(4)
+    storage = x.untyped_storage()
+    reference = compat.weak_storage(storage)
+    assert reference == storage._cdata == x[1:].untyped_storage()._cdata
+    del storage
+    assert not compat.storage_is_gone(reference)
+    del x
+    assert compat.storage_is_gone(reference)
+    others = [torch.randn(4).untyped_storage() for _ in range(1000)]
+    assert reference not in {other._cdata for other in others}
+    compat.forget_storage(reference)
+
+
 def test_dispatch_can_be_switched_off() -> None:
     """Inside a dispatch mode, helper tensors are made unheard."""
 
@@ -335,6 +350,24 @@ def test_intercepted() -> None:
         seen.append(compat.intercepted())
     look(torch.ones(2))
     assert seen == [False, True, True, True, False]
+
+
+def test_a_mode_that_is_called_as_it_is() -> None:
+    """PyTorch puts a function of its own around the method of other dispatch modes."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    wrapped = type("Wrapped", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})
+    bare = type("Bare", (compat.UnwrappedMode,), {"__torch_dispatch__": dispatch})
+    assert wrapped.__torch_dispatch__ is not dispatch, "the class for it is needed no more"
+    assert bare.__torch_dispatch__ is dispatch
+    x = torch.ones(2)
+    with bare():
+        assert (x + 1).tolist() == [2, 2]
+    assert seen == [aten.add.Tensor]
 
 
 def test_same_counter() -> None:

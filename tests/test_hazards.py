@@ -276,7 +276,7 @@ def test_hazard_9_inputs_in_one_storage_at_capture(cured: bool, monkeypatch: pyt
             return ghost
         address = shared[key][0] + tensor.data_ptr() - shared[key][1]
         ghost = self._session.arena.tensor(address, tensor.size(), tensor.stride(), tensor.dtype)
-        self._watch(ghost, address, tensor.numel() * tensor.element_size(), birth=0)
+        self._watch(ghost, ghost.untyped_storage(), address, tensor.numel() * tensor.element_size(), birth=0)
         return ghost
 
     if not cured:

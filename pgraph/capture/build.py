@@ -86,7 +86,7 @@ def build(
     start = time.perf_counter()
     with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
         first = record(driver, first_arena, fn, inputs, alignments, namespaces)
-        second = record(driver, second_arena, fn, inputs, alignments, namespaces)
+        second = record(driver, second_arena, fn, inputs, alignments, namespaces, first.ops)
         slots = _slots(driver, first, second, constants)
         mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)

@@ -9,7 +9,6 @@ and need not: a wrong guess costs a compilation, and each capture around it is p
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -23,7 +22,7 @@ from pgraph.ops.fx import flat_values, is_neutral, op_name, op_of
 from pgraph.reasons import Dispatch
 from pgraph.template.recording import Recording
 
-__all__ = ["culprit_of", "dispatch_at", "dispatch_of", "nodes_of", "numbered"]
+__all__ = ["arguments_of", "culprit_of", "dispatch_at", "dispatch_of", "nodes_of", "numbered"]
 
 # What Inductor calls is often a sibling of what was traced: a sum moves into a product and out again.
 _SIBLINGS: Final = (
@@ -38,6 +37,13 @@ def dispatch_of(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, first: int, end: int
 ) -> Dispatch:
     """A dispatched call in plain words, without its ``out=`` and not `numbered`; it holds no tensor."""
+    return Dispatch(op_name(op), first, end, *arguments_of(op, args, kwargs))
+
+
+def arguments_of(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """`Dispatch.tensors` and `Dispatch.literals` of a call."""
     leaves = flat_values(args)
     if kwargs:
         targets = _targets(op) if isinstance(op, OpOverload) else ()
@@ -45,11 +51,11 @@ def dispatch_of(
     tensors, literals = [], []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            strides = tuple(leaf.stride()) if leaf.layout == torch.strided else ()
-            tensors.append((leaf.dtype, tuple(leaf.size()), strides))
+            strides = leaf.stride() if leaf.layout is torch.strided else ()
+            tensors.append((leaf.dtype, leaf.size(), strides))
         elif type(leaf) in _LITERALS:
             literals.append(leaf)
-    return Dispatch(op_name(op), first, end, tuple(tensors), tuple(literals))
+    return tuple(tensors), tuple(literals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,7 +68,7 @@ def numbered(ops: Sequence[Dispatch], call: Dispatch) -> Dispatch:
     """The call with `nth` as these ops, which came before it, tell."""
     key = call.op, call.tensors, call.literals
     nth = sum((op.op, op.tensors, op.literals) == key for op in ops)
-    return dataclasses.replace(call, nth=nth) if nth else call
+    return call._replace(nth=nth) if nth else call
 
 
 def dispatch_at(ops: Sequence[Dispatch], node: int | None) -> Dispatch | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pgraph.capture.recorder import GhostRange, Recorder
 from pgraph.compat import same_counter
@@ -60,14 +59,14 @@ class _Origins:
         self._ranges: dict[int, int] = {}  # by storage, those that live
         for i, r in enumerate(recorder.ranges):
             if r.owner is not None and r.death is None:
-                self._ranges.setdefault(r.owner.cdata, i)
+                self._ranges.setdefault(r.owner, i)
 
     def input(self, value: torch.Tensor) -> int | None:
         i = self._inputs.get(id(value))
         return i if i is not None and self.recorder.inputs[i]() is value else None
 
     def range(self, value: torch.Tensor) -> int | None:
-        return self._ranges.get(StorageWeakRef(value.untyped_storage()).cdata)
+        return self._ranges.get(value.untyped_storage()._cdata)
 
 
 def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
@@ -78,12 +77,13 @@ def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
     arena = origins.recorder.arena
     if (i := origins.range(value)) is not None:
         r, region = origins.recorder.ranges[i], origins.moved[i]
-        sizes = tuple(value.size()), tuple(value.stride())
-        layout = TensorSpec(*sizes, value.dtype, 0, value.is_conj(), value.is_neg())
+        offset = 0
         if r.nbytes:
             # Not `data_ptr()`, which is 0 for an empty tensor.
             start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
-            layout = dataclasses.replace(layout, offset=int(start) - origins.regions[region].address)
+            offset = int(start) - origins.regions[region].address
+        sizes = tuple(value.size()), tuple(value.stride())
+        layout = TensorSpec(*sizes, value.dtype, offset, value.is_conj(), value.is_neg())
         if i < len(origins.recorder.inputs):
             return OutputSpec(input=region, layout=layout)
         return OutputSpec(region=region, layout=layout)

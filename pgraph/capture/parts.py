@@ -11,13 +11,15 @@ So two calls do what one does, and between two calls nothing is handed out again
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from pgraph.ops.fx import op_name
 
-__all__ = ["in_parts", "joined"]
+__all__ = ["RECORDED_IN_PARTS", "in_parts", "joined"]
+
+RECORDED_IN_PARTS: Final = frozenset({"aten::convolution_backward"})
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _GRAD_OUTPUT, _INPUT, _WEIGHT, _MASK = 0, 1, 2, 10  # arguments of convolution_backward
@@ -25,7 +27,7 @@ _GRAD_OUTPUT, _INPUT, _WEIGHT, _MASK = 0, 1, 2, 10  # arguments of convolution_b
 
 def in_parts(op: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """The arguments of each call; `args` alone for all other ops."""
-    if op_name(op) != "aten::convolution_backward" or len(args) <= _MASK:
+    if op_name(op) not in RECORDED_IN_PARTS or len(args) <= _MASK:
         return [args]
     of_input, of_weight, of_bias = args[_MASK]
     if not of_input or not (of_weight or of_bias) or _would_copy(*args[: _WEIGHT + 1]):

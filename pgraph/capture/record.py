@@ -30,6 +30,7 @@ from pgraph.capture.outputs import output_specs
 from pgraph.capture.recorder import GhostRange, Recorder
 from pgraph.drivers.interface import Arena, Driver, Session, patched
 from pgraph.errors import CaptureError
+from pgraph.reasons import Dispatch
 from pgraph.template.recording import GhostAllocation, Recording
 
 __all__ = ["record"]
@@ -44,6 +45,7 @@ def record(
     inputs: Sequence[Any],
     alignments: Sequence[int],
     namespaces: Sequence[dict[str, Any]] = (),
+    like: Sequence[Dispatch] = (),
 ) -> Recording:
     """Capture one call of `fn` (which takes one list and empties it).
 
@@ -55,6 +57,7 @@ def record(
         alignments: bytes, a power of two per device tensor in `inputs`: its ghost has exactly this
             alignment (up to `ALIGNMENT`), so that no kernel is chosen that needs more.
         namespaces: globals of generated modules that allocate by themselves.
+        like: the ops of an earlier capture of the same call, which need not be described again.
 
     Raises:
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
@@ -64,9 +67,10 @@ def record(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with driver.capture(arena) as session:
+        with driver.capture(arena) as session, contextlib.closing(Recorder(session, like)) as recorder:
             try:
-                return _record(session, fn, inputs, alignments, namespaces)
+                # Dynamo is off for all of it: see `UnwrappedMode`.
+                return torch.compiler.disable(_record)(recorder, session, fn, inputs, alignments, namespaces)
             except Exception as e:
                 # Some op may have started kernels on another stream before it failed.
                 arena.touched = True
@@ -83,13 +87,13 @@ def record(
 
 
 def _record(
+    recorder: Recorder,
     session: Session,
     fn: Callable[[list[Any]], Sequence[Any]],
     inputs: Sequence[Any],
     alignments: Sequence[int],
     namespaces: Sequence[Any],
 ) -> Recording:
-    recorder = Recorder(session)
     arguments: list[Any] = []
     for value in inputs:
         ghostly = isinstance(value, torch.Tensor) and value.device == session.arena.device
@@ -116,10 +120,8 @@ def _record(
         GhostAllocation(r.address, r.nbytes, r.birth, r.death, r.margin, r.library) for r in ranges
     )
     ghosts = (session.arena.low, session.arena.position)
-    builtin, steps = recorder.builtin_nodes(order), recorder.steps(order)
-    return Recording(
-        nodes, order, allocations, n_inputs, specs, ghosts, graph, builtin, steps, tuple(recorder.ops)
-    )
+    ops = recorder.builtin_nodes(order), recorder.steps(order), tuple(recorder.ops)
+    return Recording(nodes, order, allocations, n_inputs, specs, ghosts, graph, *ops)
 
 
 def _merge(ranges: list[GhostRange], n_inputs: int) -> tuple[list[GhostRange], list[int]]:

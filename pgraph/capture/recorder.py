@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import gc
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pgraph.capture.culprit import dispatch_of, numbered
+from pgraph.capture.culprit import arguments_of, dispatch_of, numbered
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
-from pgraph.capture.parts import in_parts, joined
-from pgraph.compat import lazily
+from pgraph.capture.parts import RECORDED_IN_PARTS, in_parts, joined
+from pgraph.compat import UnwrappedMode, forget_storage, lazily, storage_is_gone, weak_storage
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
-from pgraph.ops.fx import flat_values, is_builtin, is_custom, op_name
+from pgraph.ops.fx import VIEWS, flat_values, is_builtin, is_custom, op_name
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
 
@@ -36,12 +33,30 @@ class GhostRange:
     nbytes: int
     birth: int
     margin: int
-    owner: StorageWeakRef | None
+    owner: int | None  # a weak reference to the storage, if it is a tensor's
     death: int | None = None
     library: bool = False
 
 
-class Recorder(TorchDispatchMode):
+class _Watcher(weakref.ref[torch.Tensor]):
+    """Tells when the tensor object is gone that a range was first seen in."""
+
+    __slots__ = ("range",)
+    range: GhostRange
+
+
+class _Facts(NamedTuple):
+    """What is known of an op, whatever it is called with."""
+
+    op: Any  # kept alive: facts are found by its id
+    name: str
+    builtin: bool
+    custom: bool
+    in_parts: bool  # perhaps
+    view: bool  # it records no node and keeps its argument's storage
+
+
+class Recorder(UnwrappedMode):
     """Sends each dispatched op to the session and keeps the allocation timeline.
 
     Note [Only orphans are asked]
@@ -49,67 +64,101 @@ class Recorder(TorchDispatchMode):
     the square of the ops. A storage cannot die before the tensor object that it was first seen in, so only
     those whose object is gone are asked (views may keep their storages). One that gave its storage away
     while it lived (``set_``) is never asked: its range then lives to the end, which is safe.
+
+    Args:
+        session: a capture that has just begun.
+        like: the ops of an earlier capture of the same code.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, like: Sequence[Dispatch] = ()) -> None:
         super().__init__()
         self._session = session
+        self._arena = session.arena
+        self._like = like
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
         self._alive: dict[int, GhostRange] = {}  # by storage
-        self._orphans: list[GhostRange] = []
-        self._watchers: list[weakref.ref[torch.Tensor]] = []  # they report orphans for as long as they live
+        self._orphans: list[_Watcher] = []
+        self._watchers: list[_Watcher] = []  # they report orphans for as long as they live
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
-        self._mark: tuple[int, int] | None = None
+        self._position = self._count = -1  # at the last boundary
+        self._facts: dict[int, _Facts] = {}
         self.builtin: set[int] = set()
         self.ops: list[Dispatch] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before, known = self.boundary(), len(self.ranges)
-        after, results = before, []
+        facts = self._facts.get(id(func)) or self._told(func)
+        kwargs = kwargs or {}
+        known = len(self.ranges)
+        before = after = self.boundary()
         try:
-            for part in in_parts(func, args):
-                if after > before:
-                    self.boundary(after)
-                results.append(self._run(func, part, kwargs or {}, after))
+            if facts.in_parts:
+                result, after = self._in_parts(func, args, kwargs, before)
+            else:
+                result = self._session.run_op(func, args, kwargs)
+                self._adopt_all(result, before)
+                if facts.view:
+                    return result
                 after = self._session.node_count()
         except Exception as e:
             raise failure_of(e, numbered(self.ops, dispatch_of(func, args, kwargs, before, before))) from e
-        if is_builtin(func):
-            self.builtin.update(range(before, after))
-        elif is_custom(func):
-            fresh = any(r.nbytes for r in self.ranges[known:])
-            if after == before and (fresh or _writes(func, args, kwargs or {})):
-                culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))
-                raise CaptureError(not_recorded(op_name(func)), culprit=culprit)
         if after > before:
-            self.ops.append(dispatch_of(func, args, kwargs, before, after))
+            if facts.builtin:
+                self.builtin.update(range(before, after))
+            self._note_op(facts, args, kwargs, before, after)
+        elif facts.custom and (any(r.nbytes for r in self.ranges[known:]) or _writes(func, args, kwargs)):
+            culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))
+            raise CaptureError(not_recorded(facts.name), culprit=culprit)
         self.boundary(after)  # nothing was recorded since it was counted
-        return joined(results)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], birth: int) -> Any:
-        result = self._session.run_op(func, args, kwargs)
-        for leaf in flat_values(result):
-            if isinstance(leaf, torch.Tensor):
-                self._adopt(leaf, birth)
         return result
+
+    def _note_op(
+        self, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any], first: int, end: int
+    ) -> None:
+        place = len(self.ops)
+        call = self._like[place] if place < len(self._like) else None
+        # What has the same name and recorded the same nodes is the same call: it need not be described again.
+        if call is None or (call.op, call.first, call.end) != (facts.name, first, end):
+            call = Dispatch(facts.name, first, end, *arguments_of(facts.op, args, kwargs))
+        self.ops.append(call)
+
+    def _told(self, op: Any) -> _Facts:
+        name = op_name(op)
+        builtin = is_builtin(op)
+        facts = _Facts(op, name, builtin, is_custom(op), name in RECORDED_IN_PARTS, builtin and name in VIEWS)
+        self._facts[id(op)] = facts
+        return facts
+
+    def _in_parts(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+    ) -> tuple[Any, int]:
+        """The results of an op that may be recorded as several calls; the count of nodes after them."""
+        results: list[Any] = []
+        before = count
+        for part in in_parts(op, args):
+            if count > before:
+                self.boundary(count)
+            results.append(self._session.run_op(op, part, kwargs))
+            self._adopt_all(results[-1], count)
+            count = self._session.node_count()
+        return joined(results), count
 
     @property
     def arena(self) -> Arena:
-        return self._session.arena
+        return self._arena
 
     def alias(self, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
         """A ghost with the layout and storage offset of a real input, and no more than `alignment`."""
         nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
-        address = self._session.arena.take(nbytes, alignment % ALIGNMENT)
-        ghost = self._session.arena.tensor(
+        address = self._arena.take(nbytes, alignment % ALIGNMENT)
+        ghost = self._arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
-        self._watch(ghost, StorageWeakRef(ghost.untyped_storage()), address, nbytes, birth=0)
+        self._watch(ghost, ghost.untyped_storage(), address, nbytes, birth=0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
         return ghost
@@ -117,9 +166,9 @@ class Recorder(TorchDispatchMode):
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What a generated module gets for `torch.empty_strided`."""
         birth = self.boundary()
-        ghost = self._session.arena.empty_strided(size, stride, dtype)
+        ghost = self._arena.empty_strided(size, stride, dtype)
         storage = ghost.untyped_storage()  # the address of an empty tensor is 0, its storage's is not
-        self._watch(ghost, StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), birth)
+        self._watch(ghost, storage, storage.data_ptr(), storage.nbytes(), birth)
         return ghost
 
     def boundary(self, count: int | None = None) -> int:
@@ -130,22 +179,26 @@ class Recorder(TorchDispatchMode):
         """
         if count is None:
             count = self._session.node_count()
-        mark = self._session.arena.position, count
-        if mark != self._mark:
-            self._marks.append(mark)
-            self._mark = mark
+        position = self._arena.position
+        if count != self._count or position != self._position:
+            self._count, self._position = count, position
+            self._marks.append((position, count))
         if self._orphans:
-            kept = []
-            for r in self._orphans:
-                assert r.owner is not None
-                if r.owner.expired():
-                    r.death = count
-                    del self._alive[r.owner.cdata]
-                    self._known.pop(r.address, None)
-                else:
-                    kept.append(r)
-            self._orphans[:] = kept  # in place: the watchers add to it
+            self._note_deaths(count)
         return count
+
+    def _note_deaths(self, count: int) -> None:
+        kept = []
+        for watcher in self._orphans:
+            r = watcher.range
+            assert r.owner is not None
+            if storage_is_gone(r.owner):
+                r.death = count
+                del self._alive[r.owner]
+                self._known.pop(r.address, None)
+            else:
+                kept.append(watcher)
+        self._orphans[:] = kept  # in place: the watchers add to it
 
     def steps(self, order: Topology) -> tuple[int, ...]:
         """Counts of nodes at the boundaries that are joins."""
@@ -160,36 +213,41 @@ class Recorder(TorchDispatchMode):
 
     def meet(self, order: Topology) -> None:
         """Move each birth back, and each death on, to a join."""
+        if order.is_chain:
+            return
         for r in self.ranges:
             r.birth = order.before(r.birth)
             r.death = order.after(r.death) if r.death is not None else None
 
+    def _adopt_all(self, results: Any, birth: int) -> None:
+        if type(results) is torch.Tensor:
+            self._adopt(results, birth)
+            return
+        for leaf in flat_values(results):
+            if isinstance(leaf, torch.Tensor):
+                self._adopt(leaf, birth)
+
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes == 0 and tensor.device == self._session.arena.device:
-            owner = StorageWeakRef(storage)
-            if owner.cdata not in self._alive:
-                self._watch(
-                    tensor, owner, self._session.arena.take(0), 0, birth
-                )  # allocators give no address
-            return
-        if address in self._known or not self._session.arena.holds(address):
-            return
-        owner = StorageWeakRef(storage)
-        if owner.cdata in self._alive:
-            return  # an alias of an input: its storage begins before its range
-        self._watch(tensor, owner, address, nbytes, birth)
+        if storage._cdata in self._alive:
+            return  # a view, an argument, an alias of an input: its storage may begin before its range
+        address, nbytes, arena = storage.data_ptr(), storage.nbytes(), self._arena
+        if nbytes == 0 and tensor.device == arena.device:
+            self._watch(tensor, storage, arena.take(0), 0, birth)  # allocators give no address
+        elif arena.low <= address < arena.high and address not in self._known:
+            self._watch(tensor, storage, address, nbytes, birth)
 
     def _watch(
-        self, tensor: torch.Tensor, owner: StorageWeakRef, address: int, nbytes: int, birth: int
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int, nbytes: int, birth: int
     ) -> None:
-        r = GhostRange(address, nbytes, birth, self._session.arena.guard, owner)
+        owner = weak_storage(storage)
+        r = GhostRange(address, nbytes, birth, self._arena.guard, owner)
         self.ranges.append(r)
-        self._alive[owner.cdata] = r
-        self._known[address] = r
+        self._alive[owner] = self._known[address] = r
         # No reference to the recorder itself: a circle would keep it, with the collector off.
-        self._watchers.append(weakref.ref(tensor, functools.partial(_orphaned, self._orphans, r)))
+        watcher = _Watcher(tensor, self._orphans.append)
+        watcher.range = r
+        self._watchers.append(watcher)
 
     def all_gone(self) -> None:
         """Make sure that the program kept none of the ghosts.
@@ -198,17 +256,25 @@ class Recorder(TorchDispatchMode):
             CaptureError: it did (an op that remembers its arguments, for example). The addresses are then
                 never given back: no later tensor gets an address that the program may still read.
         """
-        if self._kept():
-            gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
         kept = self._kept()
         if kept:
-            self._session.arena.leaked = True
+            gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
+            kept = self._kept()
+        if kept:
+            self._arena.leaked = True
             raise CaptureError(
                 Reason("ghost-kept", f"the code kept {len(kept)} of the tensors that it was captured with")
             )
 
+    def close(self) -> None:
+        """Give back the weak references. To be called last."""
+        for r in self.ranges:
+            if r.owner is not None:
+                forget_storage(r.owner)
+                r.owner = None
+
     def _kept(self) -> list[GhostRange]:
-        return [r for r in self.ranges if r.owner is not None and not r.owner.expired()]
+        return [r for r in self.ranges if r.owner is not None and not storage_is_gone(r.owner)]
 
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves; the arena's position tells when."""
@@ -220,17 +286,13 @@ class Recorder(TorchDispatchMode):
                 r.nbytes = max(r.nbytes, h.nbytes)
                 continue
             if h.kept:
-                self._session.arena.leaked = True
+                self._arena.leaked = True
                 raise CaptureError(library_kept(h.nbytes))
             k = bisect.bisect_right(positions, h.address) - 1
             birth = self._marks[max(k, 0)][1]
             death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
             # Kept until just now, and by no tensor: a library's workspace.
             self.ranges.append(GhostRange(h.address, h.nbytes, birth, 0, None, death, library=not h.freed))
-
-
-def _orphaned(orphans: list[GhostRange], r: GhostRange, gone: Any) -> None:
-    orphans.append(r)
 
 
 def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

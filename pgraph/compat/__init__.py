@@ -53,18 +53,21 @@ from pgraph.compat.inductor import (
     unknown_settings,
     unwrap_mutations,
 )
-from pgraph.compat.modes import forward_mode, intercepted, profiling
+from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
+    forget_storage,
     lazily,
     real_values,
     reinterpret,
     restrided,
     same_counter,
     same_number,
+    storage_is_gone,
     tensor_layout,
     tensor_shims,
+    weak_storage,
 )
 
 __all__ = [
@@ -73,6 +76,7 @@ __all__ = [
     "Joint",
     "Strides",
     "Tracing",
+    "UnwrappedMode",
     "assert_size_stride",
     "boxed",
     "boxed_module",
@@ -85,6 +89,7 @@ __all__ = [
     "eager_backward",
     "evaluate",
     "fake_mode_of",
+    "forget_storage",
     "forward_mode",
     "generated_namespaces",
     "graph_break",
@@ -114,6 +119,7 @@ __all__ = [
     "same_number",
     "saved_results",
     "static_inputs",
+    "storage_is_gone",
     "symbol_source",
     "tangents",
     "tensor_layout",
@@ -123,4 +129,5 @@ __all__ = [
     "tracing",
     "unknown_settings",
     "unwrap_mutations",
+    "weak_storage",
 ]

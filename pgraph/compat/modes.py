@@ -7,8 +7,22 @@ from collections.abc import Callable
 import torch
 import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["forward_mode", "intercepted", "profiling"]
+__all__ = ["UnwrappedMode", "forward_mode", "intercepted", "profiling"]
+
+
+class UnwrappedMode(TorchDispatchMode):
+    """A dispatch mode whose ``__torch_dispatch__`` is called as it is; 2.13, and in the sources of 2.11.
+
+    PyTorch would switch Dynamo off and on again around each call, which takes as long as all else that it
+    does for a mode. Whoever enters one sees to it once, with `torch.compiler.disable`.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -15,14 +15,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = [
     "Strides",
     "assert_size_stride",
+    "forget_storage",
     "lazily",
     "real_values",
     "reinterpret",
     "restrided",
     "same_counter",
     "same_number",
+    "storage_is_gone",
     "tensor_layout",
     "tensor_shims",
+    "weak_storage",
 ]
 
 Strides = tuple[int | torch.SymInt, ...]
@@ -35,6 +38,18 @@ assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_st
 # Not in the stub of the module.
 reinterpret: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 """(tensor, size, stride, offset increment in elements): a view, as Inductor makes them; 2.11, 2.13."""
+
+
+_Storage: Any = torch.UntypedStorage  # the stub has these three otherwise
+
+weak_storage: Callable[[torch.UntypedStorage], int] = _Storage._weak_ref
+"""A weak reference to a storage: its address (`_cdata`), and no other's until it is forgotten; 2.11, 2.13."""
+
+storage_is_gone: Callable[[int], bool] = _Storage._expired
+"""Whether nobody owns the storage of such a reference any more; 2.11, 2.13."""
+
+forget_storage: Callable[[int], None] = _Storage._free_weak_ref
+"""Gives such a reference back; 2.11, 2.13."""
 
 
 def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
