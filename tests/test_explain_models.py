@@ -159,7 +159,7 @@ backward 3
   partition 0: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 5,840 B of execs
-    plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
+    plan: 1 chunk, 16 blocks, peak 103,936 B, eager 60,928 B
 """,
     )
 
@@ -206,7 +206,7 @@ backward 1
   partition 1: captured, 28 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 5 kinds more
     1 capture: 28 kernels; slots 29 input, 13 output, 52 temp; 5,840 B of execs
-    plan: 1 chunk, 16 blocks, peak 103,424 B, eager 60,416 B
+    plan: 1 chunk, 16 blocks, peak 103,936 B, eager 60,928 B
 """,
     )
 
@@ -234,7 +234,7 @@ backward 1
   partition 0: captured, 30 device ops
     ops: aten::mm x 10, aten::add x 5, aten::sum x 4, aten::select_backward x 3, and 7 kinds more
     1 capture: 30 kernels; slots 32 input, 13 output, 57 temp; 6,168 B of execs
-    plan: 1 chunk, 16 blocks, peak 104,960 B, eager 60,416 B
+    plan: 1 chunk, 16 blocks, peak 105,472 B, eager 60,928 B
 """,
     )
 

@@ -47,7 +47,7 @@ def test_each_op_has_a_workspace_of_its_own() -> None:
     """Nodes 0 and 1 are one op, a reduction that reads what the product left; node 4 is another."""
     steps = (0, 2, 3, 4, 5)
     made = build._template(
-        HostDriver(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0
+        HostDriver(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [(0, 0)], 0
     )
     assert [(r.index, r.kind, r.birth, r.death) for r in made.regions[3:]] == [
         (3, "temp", 0, 2),
@@ -71,7 +71,7 @@ class Lender(HostDriver):
 def test_the_one_that_is_kept_is_lent() -> None:
     steps = (0, 2, 3, 4, 5)
     made = build._template(
-        Lender(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [0], 0
+        Lender(), recording(0, steps), recording(1 << 40, steps), SLOTS, frozenset(), [(0, 0)], 0
     )
     assert [(r.kind, r.nbytes) for r in made.regions] == [("input", 64), ("workspace", SIZE), ("output", 64)]
     assert made.slots == SLOTS
@@ -94,7 +94,7 @@ def test_several_are_temporaries() -> None:
         for r in found
     ]
     slots = (*SLOTS, Slot(4, 16, 3, 0))
-    made = build._template(Lender(), *found, slots, frozenset(), [0], 0)
+    made = build._template(Lender(), *found, slots, frozenset(), [(0, 0)], 0)
     assert "workspace" not in {r.kind for r in made.regions}
 
 
