@@ -227,6 +227,15 @@ def test_what_cannot_be_read_is_not_known(launch_attributes: dict[tuple[int, int
     assert cuda_kept.of_kernel(5, 9, 1, "params") is not None
 
 
+def test_hints_that_no_driver_knows_do_not_keep_sizes_apart(
+    launch_attributes: dict[tuple[int, int], bytes],
+) -> None:
+    """An H200's driver tells no node's preferred cluster dimension; every kernel counted as unknown."""
+    assert 11 in cuda_kept._HINTS
+    assert not any((5, hint) in launch_attributes for hint in cuda_kept._HINTS)
+    assert cuda_kept.of_kernel(5, 9, 1, "params") is not None
+
+
 def test_attributes_are_those_that_are_valid_for_nodes() -> None:
     """By the driver's own words; the numbers are the driver's."""
     ids = cuda_nodes.cu.CUlaunchAttributeID

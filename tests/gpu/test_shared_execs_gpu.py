@@ -92,10 +92,6 @@ def _another_kernel(x: Tensor) -> Tensor:
     return torch.tanh(x)
 
 
-def _product(x: Tensor) -> Tensor:
-    return x @ x
-
-
 def _softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
@@ -143,22 +139,6 @@ def test_a_kernel_takes_another_function_and_other_dimensions(forced: Forced, se
         x, y = randn(64, 32), randn(300, 700)
         assert same_bits(_run(one, x), _kernel(x))
         assert same_bits(_run(other, y), second(y))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("n", [64, 1024])
-def test_what_is_not_documented_is_refused_or_right(forced: Forced, dtype: torch.dtype, n: int) -> None:
-    """A product in the place of a plain kernel: clusters, and parameters passed in one buffer (on Hopper).
-
-    Such nodes are not shared; this tells whether they could be.
-    """
-    forced(_kernel, randn(64, 32))
-    other = forced(_product, randn(n, n, dtype=dtype))
-    if other is None:
-        return
-    for _ in range(3):
-        y = randn(n, n, dtype=dtype)
-        torch.testing.assert_close(_run(other, y), _product(y), rtol=1e-2, atol=1e-2)
 
 
 def test_a_copy_takes_another_length(forced: Forced) -> None:

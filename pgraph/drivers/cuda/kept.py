@@ -4,6 +4,9 @@
 launch attributes, which stay as they were when the exec was instantiated. Copies and fills take other
 addresses; a copy in one dimension another length, too, and a fill another value. Other changes of a fill
 "may be rejected", says the driver's documentation, so they count as kept here.
+
+Attributes do stay: where a kernel of cuBLAS's that wants clusters is set in a node that was made without
+them, the setter agrees, and the launch stops with an illegal instruction (H200, driver 580).
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ _ATTRIBUTES: Final = {
     8: 4,  # priority
     9: 2,  # map of memory synchronization domains
     10: 4,  # memory synchronization domain
-    11: 12,  # preferred cluster dimension
     13: 4,  # updatable from the device
 }
-# Hints and permissions: whatever they are, the results are the same. Older drivers do not know them.
-_HINTS: Final = {14: 4, 16: 4, 17: 4, 18: 4}
+# Hints and permissions: whatever they are, the results are the same. What a driver or a device does not know
+# it does not read either: an H200's (580) refuses 11, the preferred cluster dimension, for every node.
+_HINTS: Final = {11: 12, 14: 4, 16: 4, 17: 4, 18: 4}
 _VALUE_BYTES: Final = 64  # sizeof(CUlaunchAttributeValue)
 
 # Of a function, that say how it has to be launched: whether clusters are a must, their dimensions, and how
