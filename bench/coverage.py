@@ -125,7 +125,8 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
 def jobs_of(args: argparse.Namespace) -> list[Job]:
     """All jobs in the order in which they start: checks, timings, counts; the longest compile first.
 
-    The backends of one model and mode start one after another, so that they are measured close in time.
+    The backends of one model and mode follow one another, so that they are measured close in time; which of
+    them wait for the first one is the pool's affair.
     """
     settings = {
         key: getattr(args, key) for key in ("device", "driver", "codegen", "steps", "seconds", "bench")

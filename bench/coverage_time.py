@@ -22,7 +22,7 @@ from worker import Device, quantile
 WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
 WARM_MOST = 40  # or twice through all sets of inputs
-STEPS = 60
+STEPS = 120
 ISSUE_STEPS = 10
 SETTLE_STEPS = 2
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,11 +86,29 @@ def test_a_child_that_fails_leaves_a_status_and_the_rest_goes_on(load: Any, tmp_
 
 
 def test_the_deadline_kills_what_still_runs(load: Any, tmp_path: Path) -> None:
-    jobs = [job(load, model=model) for model in ("fine", "hang", "hang", "fine")]
+    jobs = [job(load, model="fine"), job(load, model="hang"), job(load, model="hang", mode="infer")]
+    jobs.append(job(load, model="fine"))
     began = time.monotonic()
     found = list(pool(load, tmp_path, deadline=began + 2).run(jobs))
     assert [j.model for j, _ in found] == ["fine"]
     assert time.monotonic() - began < 10
+
+
+def test_the_first_backend_compiles_for_the_others(load: Any, tmp_path: Path) -> None:
+    """They start when it has ended; another model's child, and another mode's, start beside it."""
+    lists = {
+        mode: [job(load, "time", "a", mode=mode, backend=b) for b in "xyz"] for mode in ("train", "infer")
+    }
+    jobs = [*lists["train"], *lists["infer"], job(load, "time", "b")]
+    startable = load("coverage_pool").startable
+    living = [SimpleNamespace(job=jobs[0])]
+    assert startable(jobs[1:], living, set()) is jobs[3]
+    living.append(SimpleNamespace(job=jobs[3]))
+    assert startable([*jobs[1:3], *jobs[4:]], living, set()) is jobs[6]
+    assert startable(jobs[1:3], living, set()) is None
+    ended = {("time", "a", "train")}
+    assert startable(jobs[1:3], [], ended) is jobs[1]
+    assert startable(jobs[2:3], [SimpleNamespace(job=jobs[1])], ended) is jobs[2], "no longer one by one"
 
 
 def test_others_stand_still_while_one_measures(load: Any, tmp_path: Path) -> None:
