@@ -37,8 +37,8 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    # The last three in launch_rows.py and claims.py alone.
-    "backend": (*BACKENDS, "cudagraphs", "replay", "graphed"),
+    # The last four in launch_rows.py and claims.py alone.
+    "backend": (*BACKENDS, "cudagraphs", "replay", "nothing", "graphed"),
 }
 
 _COVERAGE = (
