@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trial import Tried
 
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.interface import Passed
 from pgraph.runtime import registry
 from pgraph.runtime.economy import CREDIT, Economy
 
@@ -107,6 +109,43 @@ def test_what_saves_nothing_is_not_captured_again() -> None:
     program = Program(own=1e-3, launch=1e-3, cost=1e-3)
     program.calls_of([1, 1, 2, 2] * 50)
     assert program.captured == {1}
+
+
+def test_where_the_device_sets_the_pace_launches_save_nothing() -> None:
+    """Until most of the last runs were no longer behind."""
+    economy = Economy()
+    economy.met(0, 0.0)
+    economy.captured(1e-3)
+    economy.launched(1e-4)
+    for count in range(9):
+        economy.ran(1e-2, behind=True)
+        assert economy.saves() == 0
+        assert not economy.pays(100, 100, count + 2, 1e-3)
+    for count in range(5):
+        economy.ran(1e-2)
+        assert (economy.saves() > 0) == (count == 4)
+    assert economy.pays(100, 100, 20, 1e-3)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_the_driver_tells_whether_the_device_is_behind(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once the code was run, of a mark from before, and not while there is one size alone."""
+    order: list[str] = []
+
+    def mark(driver: HostDriver) -> Passed:
+        order.append("mark")
+        return lambda: order.append("asked") or not behind
+
+    monkeypatch.setattr(HostDriver, "mark", mark)
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    tried = Tried(monkeypatch, launch_us=7, own_us=10e6, dynamic=True)
+    tried.served(3)
+    assert order == []
+    for _ in range(12):
+        tried.call(5)
+        tried.call(3)
+    assert order[:4] == ["mark", "asked"] * 2
+    assert tried.stats.captures == (1 if behind else 2)
 
 
 def test_a_second_size_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

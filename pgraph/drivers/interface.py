@@ -37,10 +37,14 @@ __all__ = [
     "Arena",
     "Driver",
     "HiddenAllocation",
+    "Passed",
     "Session",
     "further",
     "next_start",
 ]
+
+Passed = Callable[[], bool]
+"""Whether the device has come to a mark in a stream; it is not waited for."""
 
 ALIGNMENT = 256
 """Bytes. Kernels are chosen by the alignment of their arguments; nothing looks beyond this
@@ -276,6 +280,10 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def is_capturing(self) -> bool:
         """True while other code than pgraph captures the current stream."""
+
+    def mark(self) -> Passed | None:
+        """Put a mark into the current stream; None where the device keeps up with the host, as a CPU does."""
+        return None
 
     def native_calls(self) -> NativeCalls | None:
         """What a launch in C needs; None where there is none."""

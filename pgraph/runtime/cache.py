@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pgraph.drivers.execs import Shelf
-from pgraph.drivers.interface import Driver
+from pgraph.drivers.interface import Driver, Passed
 from pgraph.launch.guards import Guards, Trait, alignments, guards_of
 from pgraph.launch.interpreter import launch_first
 from pgraph.launch.lookup import Lookup, numbered
@@ -145,12 +145,16 @@ class SpecializationCache:
             self.latest.use.launches += self._stats.launches - self._told
         self._told = self._stats.launches
 
-    def ran(self, specialization: Specialization, seconds: float) -> None:
-        """Note an uncaptured run, and how long it kept the host."""
+    def mark(self) -> Passed | None:
+        """See `Driver.mark`; None where nothing depends on it."""
+        return self._driver.mark() if len(self._known) > 1 and self._steps_aside else None
+
+    def ran(self, specialization: Specialization, seconds: float, passed: Passed | None = None) -> None:
+        """Note an uncaptured run, how long it kept the host, and a mark from its beginning."""
         with self.lock:
             specialization.ran()
             self._keeper.ran(specialization.use, self._stats.launches)
-            self._economy.ran(seconds)
+            self._economy.ran(seconds, passed is not None and not passed())
             if specialization.trial is not None:
                 specialization.trial.own.append(seconds)
                 self._judge(specialization)
@@ -301,9 +305,8 @@ class SpecializationCache:
     def limit(self) -> str:
         """The option that keeps further captures out, with its value."""
         most = self._options.max_captures
-        return (
-            f"max_captures={most}" if most is not None and self._holdings.count >= most else self._told_limit
-        )
+        full = most is not None and self._holdings.count >= most
+        return f"max_captures={most}" if full else self._told_limit
 
     @property
     def _told_limit(self) -> str:
@@ -374,8 +377,7 @@ class SpecializationCache:
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
         for budget in self._budgets:
             budget.cleared()
-        self._holdings = Holdings()
-        self._economy = Economy()
+        self._holdings, self._economy = Holdings(), Economy()
         self._stats.waits = None
         self.latest = None
         self._renew()
@@ -395,5 +397,4 @@ class SpecializationCache:
         self._stats.recipe_bytes = self._holdings.takes("recipes")
 
     def _renew(self) -> None:
-        ready = [s for s in self._captured() if s.trial is None]
-        self.captured = Captured(ready)
+        self.captured = Captured([s for s in self._captured() if s.trial is None])

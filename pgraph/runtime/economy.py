@@ -10,6 +10,9 @@ size is captured if both of these hold:
 * all captures of the partition together have cost no more than its launches have saved, one capture, and
   `CREDIT` of the time that has passed. So that is the most that a program can lose, whatever its sizes do.
 
+A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
+before the device has even begun with them, launches count as saving nothing.
+
 Sizes stand for all that a specialization is about: layouts and alignments, too.
 """
 
@@ -35,6 +38,7 @@ class Economy:
 
     def __init__(self) -> None:
         self._own: deque[float] = deque(maxlen=_SAMPLES)
+        self._behind: deque[bool] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
         self._spent = self._cost = 0.0
@@ -54,9 +58,14 @@ class Economy:
         self._fade(calls + 1)
         self._new += 1.0
 
-    def ran(self, seconds: float) -> None:
-        """The partition's own code was run."""
+    def ran(self, seconds: float, behind: bool = False) -> None:
+        """The partition's own code was run.
+
+        Args:
+            behind: when the host was through with it, the device had not begun.
+        """
         self._own.append(seconds)
+        self._behind.append(behind)
 
     def launched(self, seconds: float) -> None:
         """A capture was launched. Not all launches need be told."""
@@ -70,7 +79,7 @@ class Economy:
 
     def saves(self) -> float:
         """Seconds that a launch saves."""
-        if not self._own:
+        if not self._own or 2 * sum(self._behind) > len(self._behind):
             return 0.0
         return max(min(self._own) - min(self._launches, default=0.0), 0.0)
 

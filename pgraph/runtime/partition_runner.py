@@ -220,12 +220,12 @@ class PartitionRunner:
         return LaunchFailure(reason)
 
     def _run_uncaptured(self, args: list[Any], specialization: Specialization | None) -> Any:
-        start = trial.clock()
-        plain = self._plain
+        passed = self._cache.mark() if specialization is not None else None
+        start, plain = trial.clock(), self._plain
         result = in_range("uncaptured", self._label, plain, args) if compat.profiling() else plain(args)
         self.stats.uncaptured_runs += 1
         if specialization is not None:
-            self._cache.ran(specialization, trial.clock() - start)
+            self._cache.ran(specialization, trial.clock() - start, passed)
         return result
 
     def _short_of_memory(self, error: Exception) -> None:

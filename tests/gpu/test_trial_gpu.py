@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pgraph
+from pgraph.drivers import choice
 from pgraph.runtime.trial import ROUNDS
 
 
@@ -44,3 +45,34 @@ def test_an_explanation_measures_the_own_code() -> None:
     assert partition.saved_s is not None
     assert partition.saved_s > 0
     assert "paid back after" in str(explanation)
+
+
+def test_a_mark_tells_whether_the_device_has_come_to_it() -> None:
+    driver = choice._get(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    passed = driver.mark()
+    assert passed is not None
+    assert not passed()
+    torch.cuda.synchronize()
+    assert passed()
+
+
+def test_sizes_are_not_captured_where_the_device_sets_the_pace() -> None:
+    """The host is done with each call long before the device begins with it."""
+    wide = torch.randn(4096, 4096, device="cuda")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = torch.tanh(x @ wide)
+        return x
+
+    compiled = torch.compile(
+        run, backend="pgraph", dynamic=True, options={"codegen": "aten", "step_aside": True}
+    )
+    with torch.no_grad():
+        for _ in range(40):
+            for n in (2048, 4096):
+                torch.cuda._sleep(20_000_000)
+                compiled(torch.randn(n, 4096, device="cuda"))
+    assert pgraph.report().captures == 1, str(pgraph.report())

@@ -54,7 +54,7 @@ from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
 from pgraph.drivers.cuda.peaks import restore
 from pgraph.drivers.execs import Exec, Recipe
-from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Session
+from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, DriverError
@@ -267,6 +267,11 @@ class CudaDriver(Driver):
 
     def native_calls(self) -> NativeCalls | None:
         return _native_calls(self.device.index)
+
+    def mark(self) -> Passed:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event.query
 
     def memory(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).total_memory)
