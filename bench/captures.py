@@ -165,6 +165,7 @@ def watched(driver: Any, clock: Clock) -> Iterator[None]:
 def capture(driver: Any, code: Any, inputs: Sequence[Tensor]) -> tuple[Any, dict[str, float]]:
     """One capture; the seconds of its parts."""
     from pgraph.capture.build import build
+    from pgraph.drivers.execs import Shelf
     from pgraph.launch.guards import guards_of
     from pgraph.launch.native import native_program
     from pgraph.launch.program import program_of
@@ -175,7 +176,7 @@ def capture(driver: Any, code: Any, inputs: Sequence[Tensor]) -> tuple[Any, dict
     clock = Clock()
     with torch.no_grad(), watched(driver, clock):
         clock.start()
-        built = build(driver, code, inputs, alignments)
+        built = build(driver, code, inputs, alignments, shelf=Shelf())
         with clock.part("instantiate"):
             native_program(program_of(built, guards))
         return built, clock.stop()

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import pgraph
 from pgraph.capture import build
+from pgraph.drivers.execs import Shelf
 from pgraph.drivers.host import execs as host_execs
-from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.execs import HostExec, HostRecipe
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.runtime import registry
@@ -287,3 +288,21 @@ def test_training_shares_forward_and_backward() -> None:
     for partition in registry.live_capturable():
         held = [s.built for s in partition.specializations() if s.built is not None]
         assert (len(held), len({built.shared for built in held})) == (3, 1)
+
+
+def test_what_execs_keep_is_asked_of_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that they are made from, and only where somebody may share them: a device takes long."""
+    asked: list[bool] = []
+    real = HostSession.end
+
+    def end(self: HostSession, with_kept: bool) -> Any:
+        asked.append(with_kept)
+        return real(self, with_kept)
+
+    monkeypatch.setattr(HostSession, "end", end)
+    x = torch.randn(4)
+    for shelf, expected in ((None, [False, False]), (Shelf(), [True, False])):
+        asked.clear()
+        built = build.build(HostDriver(), lambda args: [args.pop() + 1], [x], [16], shelf=shelf)
+        assert asked == expected
+        assert shelf is None or list(shelf.values()) == [built.shared]

@@ -85,19 +85,20 @@ def build(
     """
     start = time.perf_counter()
     with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
-        first = record(driver, first_arena, fn, inputs, alignments, namespaces)
-        second = record(driver, second_arena, fn, inputs, alignments, namespaces, first.ops)
+        # What an exec keeps is asked of the first only: the execs are made from that one.
+        first = record(driver, first_arena, fn, inputs, alignments, namespaces, with_kept=shelf is not None)
+        second = record(driver, second_arena, fn, inputs, alignments, namespaces, first.ops, with_kept=False)
         slots = _slots(driver, first, second, constants)
         mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
-        built = _executable(driver, first, template, shelf if shelf is not None else Shelf(), start)
+        built = _executable(driver, first, template, shelf, start)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
     return built
 
 
 def _executable(
-    driver: Driver, recording: Recording, template: Template, shelf: Shelf, start: float
+    driver: Driver, recording: Recording, template: Template, shelf: Shelf | None, start: float
 ) -> Built:
     """A recording made launchable, by others' execs if they serve it."""
     nodes, chunks = recording.nodes, template.plan.chunks
@@ -110,8 +111,8 @@ def _executable(
         )
         return Built(mine, recipes, shared, driver, time.perf_counter() - start)
 
-    key = sharing_key(nodes, recording.order, template.slots, chunks)
-    shared = shelf.get(key) if key is not None else None
+    key = sharing_key(nodes, recording.order, template.slots, chunks) if shelf is not None else None
+    shared = shelf.get(key) if shelf is not None and key is not None else None
     if shared is not None:
         built = on(shared)
         if all(recipe.fits() for recipe in built.recipes):
@@ -119,7 +120,7 @@ def _executable(
     driver.cut(recording.graph, [(chunk.first, chunk.last) for chunk in chunks])
     execs = tuple(driver.instantiate(recording.graph, nodes, c.first, c.last, template.slots) for c in chunks)
     shared = ExecSet(execs, template)
-    if key is not None:
+    if shelf is not None and key is not None:
         shelf[key] = shared
     return on(shared)
 

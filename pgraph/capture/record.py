@@ -46,6 +46,7 @@ def record(
     alignments: Sequence[int],
     namespaces: Sequence[dict[str, Any]] = (),
     like: Sequence[Dispatch] = (),
+    with_kept: bool = True,
 ) -> Recording:
     """Capture one call of `fn` (which takes one list and empties it).
 
@@ -58,6 +59,7 @@ def record(
             alignment (up to `ALIGNMENT`), so that no kernel is chosen that needs more.
         namespaces: globals of generated modules that allocate by themselves.
         like: the ops of an earlier capture of the same call, which need not be described again.
+        with_kept: see `Session.end`.
 
     Raises:
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
@@ -70,7 +72,8 @@ def record(
         with driver.capture(arena) as session, contextlib.closing(Recorder(session, like)) as recorder:
             try:
                 # Dynamo is off for all of it: see `UnwrappedMode`.
-                return torch.compiler.disable(_record)(recorder, session, fn, inputs, alignments, namespaces)
+                recorded = torch.compiler.disable(_record)
+                return recorded(recorder, session, fn, inputs, alignments, namespaces, with_kept)
             except Exception as e:
                 # Some op may have started kernels on another stream before it failed.
                 arena.touched = True
@@ -93,6 +96,7 @@ def _record(
     inputs: Sequence[Any],
     alignments: Sequence[int],
     namespaces: Sequence[Any],
+    with_kept: bool,
 ) -> Recording:
     arguments: list[Any] = []
     for value in inputs:
@@ -107,7 +111,7 @@ def _record(
     arguments.clear()
     recorder.boundary()
     try:
-        graph, nodes, order = session.end()
+        graph, nodes, order = session.end(with_kept)
     except CaptureError as e:
         raise CaptureError(e.reason, e.op, culprit=dispatch_at(recorder.ops, e.node)) from None
     recorder.add_hidden()

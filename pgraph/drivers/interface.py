@@ -176,8 +176,11 @@ class Session(abc.ABC):
         """Names of a generated module to replace while it is captured (allocators, host kernels)."""
 
     @abc.abstractmethod
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         """End the capture: the graph's handle, its nodes, and their order.
+
+        Args:
+            with_kept: False where nobody will ask for `NodeRecord.kept`: it takes long to read.
 
         Raises:
             CaptureError: the driver refused something on the way.

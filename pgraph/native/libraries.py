@@ -53,7 +53,7 @@ def load() -> ctypes.CDLL | None:
     elif not WORDS[wish.lower()]:
         return None
     try:
-        library = ctypes.CDLL(str(_build("rebind.c")))
+        library = ctypes.CDLL(str(_build("rebind.c", parts=("rebind_read.h",))))
         check_sizes(library)
     except (OSError, subprocess.SubprocessError) as e:
         _lack("rebind.c", "no native helper, launching from Python instead", e)
@@ -64,6 +64,11 @@ def load() -> ctypes.CDLL | None:
     library.pg_arena_activate.argtypes = [ctypes.c_void_p]
     library.pg_pack.restype = None
     library.pg_pack.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
+    for read, arguments in ((library.pg_read_nodes, "ppip"), (library.pg_read_kept, "ppippipipi")):
+        read.restype = None
+        read.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
+    library.pg_pack_all.restype = None
+    library.pg_pack_all.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3
     library.pg_fits.restype = ctypes.c_int64

@@ -5,7 +5,7 @@
  * caching allocator's mutex held; a Python callback there would wait for the interpreter lock
  * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
  *
- * pg_pack: the parameters of one kernel, gathered.
+ * pg_pack: the parameters of one kernel, gathered. All nodes of a graph at once: rebind_read.h.
  *
  * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
  */
@@ -136,6 +136,8 @@ void pg_pack(char *data, const void *const *pointers, const uint64_t *layout, in
         memcpy(data + layout[2 * i], pointers[i], layout[2 * i + 1]);
 }
 
+#include "rebind_read.h"
+
 /* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find
  * it; without old addresses lying about there, fewer captures are ambiguous. */
 void pg_scrub_stack(void)
@@ -220,6 +222,9 @@ int64_t pg_struct_size(int64_t which)
     case 4: return sizeof(pg_slot);
     case 5: return sizeof(pg_recipe);
     case 6: return sizeof(pg_arena);
+    case 7: return sizeof(pg_readers);
+    case 8: return sizeof(pg_read);
+    case 9: return sizeof(pg_packing);
     default: return -1;
     }
 }

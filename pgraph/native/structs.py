@@ -10,6 +10,9 @@ __all__ = [
     "ExecEntry",
     "LaunchCalls",
     "NodeEntry",
+    "NodeReaders",
+    "PackingEntry",
+    "ReadNode",
     "RecipeEntry",
     "SettingEntry",
     "SlotEntry",
@@ -88,7 +91,52 @@ class ArenaState(ctypes.Structure):
     ]
 
 
-_IN_ORDER: Final = (LaunchCalls, NodeEntry, ExecEntry, SettingEntry, SlotEntry, RecipeEntry, ArenaState)
+class NodeReaders(ctypes.Structure):
+    """`pg_readers`: addresses of the driver's functions that tell what nodes are."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("type", "kernel", "function", "attribute", "demand")]
+
+
+class ReadNode(ctypes.Structure):
+    """`pg_read`: a node's type, a kernel's parameters, and the buffer of ``extra``."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("function", ctypes.c_void_p),
+        ("dimensions", ctypes.c_uint32 * 7),
+        ("params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("buffer", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
+    ]
+
+
+class PackingEntry(ctypes.Structure):
+    """`pg_packing`: parameters, and where they go."""
+
+    _fields_ = [
+        ("origin", ctypes.c_void_p),
+        ("layout", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("at", ctypes.c_uint64),
+    ]
+
+
+_IN_ORDER: Final = (
+    LaunchCalls,
+    NodeEntry,
+    ExecEntry,
+    SettingEntry,
+    SlotEntry,
+    RecipeEntry,
+    ArenaState,
+    NodeReaders,
+    ReadNode,
+    PackingEntry,
+)
 
 
 def check_sizes(library: ctypes.CDLL) -> None:

@@ -28,7 +28,7 @@ class NodeRecord:
         structs: [first, end) in `params` of arguments larger than a word, which may have padding.
         kept: what an exec keeps of the node it was made from, whatever is set later: a kernel's launch
             attributes, or the parameters of a copy or a fill, with zeros for what may be set besides
-            addresses. None if it is not known.
+            addresses. None if it is not known, or was not asked for.
     """
 
     kind: NodeKind

@@ -167,6 +167,7 @@ def test_a_product_has_no_slots_unless_the_buffer_is_read(
     """Hazard 5, and its control: whoever reads `kernelParams` alone finds no pointer of a product."""
     if not cured:
         monkeypatch.setattr(cuda_nodes, "_extra_buffer", lambda extra: b"")
+        monkeypatch.setattr(cuda_nodes._NodesAtOnce, "is_kernel", lambda self, position: False)
     regions = {slot.region for slot in _slots_of_a_product()}
     assert ({0, 1, 2} <= regions) is cured, f"slots name the regions {regions}"
 
@@ -176,8 +177,8 @@ def test_parameters_owned_by_the_nodes_stay_as_captured(monkeypatch: pytest.Monk
     recorded: list[Any] = []
     read = cuda_driver.read_nodes
 
-    def noting(nodes: Any) -> Any:
-        recorded.append(read(nodes))
+    def noting(nodes: Any, with_kept: bool) -> Any:
+        recorded.append(read(nodes, with_kept))
         return recorded[-1]
 
     monkeypatch.setattr(cuda_driver, "read_nodes", noting)

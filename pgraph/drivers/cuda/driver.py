@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import snapshot, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
+from pgraph.drivers.cuda.edges import ordered_nodes
 from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
 from pgraph.drivers.cuda.ghost import (
     CudaArena,
@@ -51,7 +52,7 @@ from pgraph.drivers.cuda.ghost import (
 )
 from pgraph.drivers.cuda.graph import CudaGraph
 from pgraph.drivers.cuda.nodes import check as _check
-from pgraph.drivers.cuda.nodes import ordered_nodes, read_nodes
+from pgraph.drivers.cuda.nodes import read_nodes
 from pgraph.drivers.cuda.peaks import restore
 from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
@@ -114,7 +115,7 @@ class CudaSession(Session):
     ) -> dict[str, Any]:
         return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
 
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         self._ended = True
         error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if error != cu.CUresult.CUDA_SUCCESS:
@@ -124,7 +125,7 @@ class CudaSession(Session):
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.nodes, order = ordered_nodes(graph)
-        return owner, read_nodes(owner.nodes), order
+        return owner, read_nodes(owner.nodes, with_kept), order
 
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden

@@ -11,12 +11,13 @@ them, the setter agrees, and the launch stops with an illegal instruction (H200,
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import struct
 from typing import Any, Final
 
-__all__ = ["of_copy", "of_fill", "of_kernel"]
+__all__ = ["of_copy", "of_fill", "of_kernel", "of_row", "wanted"]
 
 # Those that a launch depends on, with their bytes; as in the driver's header (CUlaunchAttributeID).
 _ATTRIBUTES: Final = {
@@ -78,6 +79,32 @@ def _demands(function: int) -> tuple[int, ...] | None:
             return None
         found.append(value.value)
     return tuple(found)
+
+
+@functools.cache
+def wanted() -> tuple[array.array[int], array.array[int], int]:
+    """What `pg_read_kept` is to read: (attribute, bytes, whether it is needed) of each, the demands, and the
+    bytes of a row that it writes."""
+    attributes = array.array("i")
+    for table in (_ATTRIBUTES, _HINTS):
+        for attribute, nbytes in table.items():
+            attributes.extend((attribute, nbytes, table is _ATTRIBUTES))
+    row = 1 + 4 * len(_DEMANDS) + len(attributes) // 3 + sum(attributes[1::3])
+    return attributes, array.array("i", _DEMANDS), row
+
+
+@functools.lru_cache(maxsize=4096)
+def of_row(row: bytes, ctx: int, passing: str) -> tuple[Any, ...] | None:
+    """As `of_kernel`, of a row that `pg_read_kept` wrote. Most kernels have the same."""
+    if not row[0]:
+        return None
+    attributes, demands, _ = wanted()
+    at = 1 + 4 * len(demands)
+    found: list[bytes | None] = []
+    for nbytes in attributes[1::3]:
+        found.append(row[at + 1 : at + 1 + nbytes] if row[at] else None)
+        at += 1 + nbytes
+    return ctx, passing, struct.unpack_from(f"={len(demands)}i", row, 1), tuple(found)
 
 
 def of_copy(params: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Reading a captured graph: its nodes in a valid order, each as bytes.
+"""Reading the nodes of a captured graph, each as bytes.
 
 A kernel's parameters are copied out of the node (node-owned memory must never be edited) into one
 packed buffer: the parameters at the offsets that the function declares, or the whole buffer that a
@@ -8,9 +8,10 @@ Copy and fill nodes are their parameter structs.
 
 from __future__ import annotations
 
+import array
 import ctypes
-import dataclasses
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from cuda.bindings import driver as cu
 from pgraph.drivers.cuda import kept
 from pgraph.errors import CaptureError, DriverError
 from pgraph.native import libraries
+from pgraph.native.libraries import address_of
+from pgraph.native.structs import NodeReaders, ReadNode
 from pgraph.reasons import Reason
 from pgraph.template.recording import NodeRecord
-from pgraph.template.topology import Topology, chain, in_order, topology
 
-__all__ = ["KernelParams", "check", "node_reason", "ordered_nodes", "read_node", "read_nodes"]
+__all__ = ["KernelParams", "check", "node_reason", "read_node", "read_nodes", "succeeded"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -59,6 +61,20 @@ def _readers() -> tuple[Any, Any]:
     return type_of, kernel
 
 
+@functools.cache
+def _table() -> NodeReaders:
+    """`pg_readers`: the driver functions that the native helper calls."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    functions = (
+        lib.cuGraphNodeGetType,
+        lib.cuGraphKernelNodeGetParams_v2,
+        lib.cuKernelGetFunction,
+        lib.cuGraphKernelNodeGetAttribute,
+        lib.cuFuncGetAttribute,
+    )
+    return NodeReaders(*map(address_of, functions))
+
+
 def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a driver call returned, without its status.
 
@@ -72,62 +88,136 @@ def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _succeeded(code: int) -> None:
+def succeeded(code: int) -> None:
+    """Look at the status of a driver function called by hand.
+
+    Raises:
+        DriverError: it is not success.
+    """
     if code:
         check((cu.CUresult(code),))
 
 
-def ordered_nodes(graph: Any) -> tuple[list[Any], Topology]:
-    """The graph's nodes, each after those that it waits for, and how they wait for one another."""
-    count = check(cu.cuGraphGetNodes(graph, 0))[1]
-    if count == 0:
-        return [], chain(0)
-    nodes = check(cu.cuGraphGetNodes(graph, count))[0][:count]
-    n_edges = check(cu.cuGraphGetEdges(graph, 0))[-1]
-    found = check(cu.cuGraphGetEdges(graph, n_edges)) if n_edges else ((), ())
-    place = {int(node): position for position, node in enumerate(nodes)}
-    edges = [(place[int(s)], place[int(t)]) for s, t in zip(*(f[:n_edges] for f in found[:2]), strict=True)]
-    order = in_order(count, edges)
-    assert order is not None, "a CUDA graph has no circles"
-    place = {position: i for i, position in enumerate(order)}
-    edges = [(place[s], place[t]) for s, t in edges]
-    # Drivers' bindings of CUDA 12 say nothing of an edge, and fail where it is no plain one.
-    how = [_how(data) for data in found[2][:n_edges]] if len(found) > 3 else [b""] * n_edges
-    odd = tuple(sorted((*edge, kind) for edge, kind in zip(edges, how, strict=True) if any(kind)))
-    return [nodes[position] for position in order], dataclasses.replace(topology(count, edges), odd=odd)
-
-
-def _how(data: Any) -> bytes:
-    """What an edge's data say; zeros for a plain one."""
-    return bytes((int(data.from_port), int(data.to_port), int(data.type)))
-
-
-def read_nodes(nodes: Sequence[Any]) -> tuple[NodeRecord, ...]:
+def read_nodes(nodes: Sequence[int], with_kept: bool = True) -> tuple[NodeRecord, ...]:
     """All nodes as records.
+
+    Args:
+        nodes: handles.
+        with_kept: whether `NodeRecord.kept` is wanted of kernels: it takes 18 calls of the driver for each.
 
     Raises:
         CaptureError: a node, whose position the error has, is of a kind that cannot be rebound.
     """
+    at_once = _NodesAtOnce(nodes, with_kept) if libraries.load() is not None and nodes else None
     records = []
     for position, node in enumerate(nodes):
         try:
-            records.append(read_node(node))
+            if at_once is not None and at_once.is_kernel(position):
+                records.append(at_once.record(position))
+            else:
+                records.append(read_node(node, with_kept))
         except CaptureError as e:
             e.node = position
             raise
     return tuple(records)
 
 
-def read_node(node: Any) -> NodeRecord:
+class _NodesAtOnce:
+    """What `read_node` says of kernels, read of all nodes by a few calls of the native helper."""
+
+    def __init__(self, nodes: Sequence[int], with_kept: bool) -> None:
+        library, calls, n = libraries.load(), ctypes.addressof(_table()), len(nodes)
+        assert library is not None
+        handles = array.array("Q", nodes)
+        read = (ReadNode * n)()
+        library.pg_read_nodes(calls, handles.buffer_info()[0], n, ctypes.addressof(read))
+        # (type, code, function, dimensions and shared bytes, params, extra, kernel, context, buffer, bytes)
+        self._read = list(struct.iter_unpack("=2iQ7I4x6Q", bytes(read)))
+        self._facts: dict[int, tuple[Any, ...]] = {}  # by function
+        self._places = self._pack(library)
+        attributes, demands, self._row = kept.wanted()
+        self._rows = None
+        if with_kept:
+            rows = ctypes.create_string_buffer(self._row * n)
+            wanted = attributes.buffer_info()[0], len(attributes) // 3, demands.buffer_info()[0], len(demands)
+            library.pg_read_kept(
+                calls,
+                handles.buffer_info()[0],
+                n,
+                ctypes.addressof(read),
+                *wanted,
+                ctypes.addressof(rows),
+                self._row,
+            )
+            self._rows = rows.raw
+
+    def is_kernel(self, position: int) -> bool:
+        """Whether this one is a kernel, and all that was asked for was told."""
+        type_of, code, *_ = self._read[position]
+        return bool(type_of == _KERNEL and not code)
+
+    def _pack(self, library: Any) -> list[tuple[int, int]]:
+        """Copy all parameters into one buffer; where those of each node begin there and end."""
+        entries, places, at = array.array("Q"), [], 0
+        for type_of, code, function, *_, params, extra, _, _, buffer, nbytes in self._read:
+            start = at
+            if type_of == _KERNEL and not code:
+                *_, whole, _, flat = self._of_function(function)
+                if params and whole:
+                    entries.extend((params, ctypes.addressof(flat), len(flat) // 2, at))
+                    at += whole
+                elif extra and not params:
+                    entries.extend((buffer, 0, nbytes, at))
+                    at += nbytes + -nbytes % 8
+            places.append((start, at))
+        packed = ctypes.create_string_buffer(max(at, 1))
+        here, count = entries.buffer_info()
+        library.pg_pack_all(ctypes.addressof(packed), here, count // 4)
+        self._packed = packed.raw
+        return places
+
+    def _of_function(self, function: int) -> tuple[Any, ...]:
+        """(name, layout, structs, bytes, offsets, layout as C reads it)."""
+        found = self._facts.get(function)
+        if found is None:
+            name, layout = _function_facts(function)
+            found = self._facts[function] = (name, layout, _structs(layout), *_packing(layout))
+        return found
+
+    def record(self, position: int) -> NodeRecord:
+        """As `read_node`."""
+        _, _, function, *dimensions, shared, params, extra, _, ctx, _, nbytes = self._read[position]
+        name, layout, structs, _, offsets, _ = self._of_function(function)
+        passing: tuple[Any, ...]
+        if params:
+            passing = "params", offsets
+        elif extra:
+            passing = ("extra",)
+            structs = structs if layout else _structs(((0, nbytes + -nbytes % 8),))
+        else:
+            passing, structs = ("params", ()), ()
+        start, end = self._places[position]
+        stays: tuple[Any, ...] | None = None
+        if self._rows is not None:
+            row = self._rows[position * self._row : (position + 1) * self._row]
+            stays = kept.of_row(row, ctx, passing[0])
+        header = (function, tuple(dimensions[:3]), tuple(dimensions[3:]), shared, ctx, passing)
+        return NodeRecord("kernel", name, header, self._packed[start:end], structs, stays)
+
+
+def read_node(node: Any, with_kept: bool = True) -> NodeRecord:
     """One node as a record.
+
+    Args:
+        with_kept: as `read_nodes`.
 
     Raises:
         CaptureError: the node is of a kind that cannot be rebound.
     """
     number = ctypes.c_int()
-    _succeeded(_readers()[0](int(node), ctypes.addressof(number)))
+    succeeded(_readers()[0](int(node), ctypes.addressof(number)))
     if number.value == _KERNEL:
-        return _read_kernel(int(node))
+        return _read_kernel(int(node), with_kept)
     kind = cu.CUgraphNodeType(number.value)
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
         (copy,) = check(cu.cuGraphMemcpyNodeGetParams(node))
@@ -150,9 +240,9 @@ def node_reason(what: str) -> Reason:
     return Reason("node-kind", f"the captured graph holds {what}, whose addresses no launch can rewrite")
 
 
-def _read_kernel(node: int) -> NodeRecord:
+def _read_kernel(node: int, with_kept: bool) -> NodeRecord:
     p = KernelParams()
-    _succeeded(_readers()[1](node, ctypes.addressof(p)))
+    succeeded(_readers()[1](node, ctypes.addressof(p)))
     function = p.func or 0
     if not function and p.kern:
         function = int(check(cu.cuKernelGetFunction(cu.CUkernel(p.kern)))[0])
@@ -167,7 +257,7 @@ def _read_kernel(node: int) -> NodeRecord:
     else:
         data, passing, layout = b"", ("params", ()), ()
     header = (function, tuple(p.grid), tuple(p.block), p.shared, p.ctx or 0, passing)
-    stays = kept.of_kernel(node, function, p.ctx or 0, passing[0])
+    stays = kept.of_kernel(node, function, p.ctx or 0, passing[0]) if with_kept else None
     return NodeRecord("kernel", name, header, data, _structs(layout), stays)
 
 

@@ -90,7 +90,7 @@ class HostSession(Session):
     def hidden(self) -> list[HiddenAllocation]:
         return list(self._hidden)
 
-    def end(self) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         fault.active().reach("second-end" if self._second else "end")
         order = topology(len(self._nodes), self._edges)
         return HostGraph(order), tuple(self._nodes), order

@@ -1,0 +1,82 @@
+"""The nodes of a captured graph in a valid order, and how they wait for one another."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from pgraph.drivers.cuda.nodes import succeeded
+from pgraph.template.topology import Topology, chain, in_order, topology
+
+__all__ = ["ordered_nodes"]
+
+_DATA_BYTES: Final = 8  # sizeof(CUgraphEdgeData): from_port, to_port, type, and five that are reserved
+
+
+@functools.cache
+def _functions() -> tuple[Any, Any, Any]:
+    """The driver functions that tell a graph's nodes and edges, without the edges' data where it is older.
+
+    Called by hand: NVIDIA's bindings make Python objects of each node and each edge's data.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    nodes, edges, plain = lib.cuGraphGetNodes, getattr(lib, "cuGraphGetEdges_v2", None), lib.cuGraphGetEdges
+    nodes.argtypes, plain.argtypes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 4
+    if edges is not None:
+        edges.argtypes = [ctypes.c_void_p] * 5
+    return nodes, edges, plain
+
+
+def ordered_nodes(graph: Any) -> tuple[list[int], Topology]:
+    """Handles of the graph's nodes, each after those that it waits for, and how they wait for one another."""
+    nodes = _nodes(int(graph))
+    n = len(nodes)
+    befores, afters, data = _edges(int(graph))
+    if len(befores) == n - 1 and not any(data):
+        # Nearly always: a chain, told in its order.
+        next_one = dict(zip(befores, afters, strict=True))
+        if all(next_one.get(a) == b for a, b in pairwise(nodes)):
+            return nodes, chain(n)
+    place = {node: position for position, node in enumerate(nodes)}
+    edges = [(place[a], place[b]) for a, b in zip(befores, afters, strict=True)]
+    order = in_order(n, edges)
+    assert order is not None, "a CUDA graph has no circles"
+    place = {position: i for i, position in enumerate(order)}
+    edges = [(place[a], place[b]) for a, b in edges]
+    how = [bytes(data[i : i + 3]) for i in range(0, len(data), _DATA_BYTES)]
+    odd = tuple(sorted((*edge, kind) for edge, kind in zip(edges, how, strict=True) if any(kind)))
+    return [nodes[position] for position in order], dataclasses.replace(topology(n, edges), odd=odd)
+
+
+def _nodes(graph: int) -> list[int]:
+    get, count = _functions()[0], ctypes.c_size_t()
+    succeeded(get(graph, None, ctypes.addressof(count)))
+    nodes = (ctypes.c_uint64 * count.value)()
+    if count.value:
+        succeeded(get(graph, ctypes.addressof(nodes), ctypes.addressof(count)))
+    return nodes[: count.value]
+
+
+def _edges(graph: int) -> tuple[Sequence[int], Sequence[int], bytes]:
+    """Handles of the nodes that edges lead from, and to, and the data of each edge.
+
+    A driver that tells no data fails where an edge is no plain one.
+    """
+    _, get, plain = _functions()
+    count = ctypes.c_size_t()
+    here = ctypes.addressof(count)
+    succeeded(get(graph, None, None, None, here) if get is not None else plain(graph, None, None, here))
+    if not count.value:
+        return (), (), b""
+    befores, afters = (ctypes.c_uint64 * count.value)(), (ctypes.c_uint64 * count.value)()
+    data = (ctypes.c_char * (count.value * _DATA_BYTES))()
+    ends = ctypes.addressof(befores), ctypes.addressof(afters)
+    if get is not None:
+        succeeded(get(graph, *ends, ctypes.addressof(data), here))
+    else:
+        succeeded(plain(graph, *ends, here))
+    return befores[:], afters[:], data.raw

@@ -1,0 +1,121 @@
+/* All nodes of a captured graph, read at once: a part of rebind.c.
+ *
+ * pg_read_nodes: types, and the parameters of kernels.
+ * pg_read_kept: what an exec keeps of kernels.
+ * pg_pack_all: the parameters of all kernels, gathered.
+ */
+
+typedef int (*fn_get)(void *node, void *found);
+typedef int (*fn_function)(void **function, void *kernel);
+typedef int (*fn_attribute)(void *node, int attribute, void *value);
+typedef int (*fn_demand)(int *value, int attribute, void *function);
+
+typedef struct {
+    fn_get type;
+    fn_get kernel;
+    fn_function function;
+    fn_attribute attribute;
+    fn_demand demand;
+} pg_readers;
+
+typedef struct {
+    int32_t type;
+    int32_t code; /* CUresult of the first call that failed; what follows means nothing then */
+    /* CUDA_KERNEL_NODE_PARAMS_v2: of a kernel only */
+    void *function;
+    uint32_t grid[3], block[3], shared;
+    const void *const *params;
+    const uint64_t *extra;
+    void *kernel;
+    void *ctx;
+    /* the buffer that `extra` tells of, where there are no params */
+    const void *buffer;
+    uint64_t nbytes;
+} pg_read;
+
+enum { KERNEL_NODE = 0, LIST_END = 0, LIST_BUFFER = 1, LIST_SIZE = 2 }; /* as the driver numbers them */
+
+static int read_kernel(const pg_readers *calls, void *node, pg_read *found)
+{
+    int rc = calls->kernel(node, &found->function);
+    if (!rc && !found->function && found->kernel)
+        rc = calls->function(&found->function, found->kernel);
+    if (rc || found->params || !found->extra)
+        return rc;
+    for (const uint64_t *item = found->extra; item[0] != LIST_END; item += 2) {
+        if (item[0] == LIST_BUFFER)
+            found->buffer = (const void *)(uintptr_t)item[1];
+        else if (item[0] == LIST_SIZE)
+            found->nbytes = *(const size_t *)(uintptr_t)item[1];
+    }
+    return 0;
+}
+
+/* found: zeros. */
+void pg_read_nodes(const pg_readers *calls, void *const *nodes, int64_t count, pg_read *found)
+{
+    for (int64_t i = 0; i < count; i++) {
+        found[i].code = calls->type(nodes[i], &found[i].type);
+        if (!found[i].code && found[i].type == KERNEL_NODE)
+            found[i].code = read_kernel(calls, nodes[i], &found[i]);
+    }
+}
+
+typedef struct {
+    int32_t attribute;
+    int32_t nbytes; /* of its value */
+    int32_t needed; /* 0 where drivers need not know it */
+} pg_attribute;
+
+enum { VALUE_BYTES = 64 }; /* sizeof(CUlaunchAttributeValue) */
+
+static int read_row(const pg_readers *calls, void *node, void *function, const pg_attribute *wanted, int64_t n_wanted,
+                    const int32_t *demands, int64_t n_demands, char *row)
+{
+    for (int64_t i = 0; i < n_demands; i++, row += sizeof(int)) {
+        int value = 0;
+        if (calls->demand(&value, demands[i], function))
+            return 0;
+        memcpy(row, &value, sizeof value);
+    }
+    for (int64_t i = 0; i < n_wanted; i++) {
+        uint64_t value[VALUE_BYTES / 8] = {0};
+        int known = !calls->attribute(node, wanted[i].attribute, value);
+        if (!known && wanted[i].needed)
+            return 0;
+        *row++ = (char)known;
+        if (known)
+            memcpy(row, value, (size_t)wanted[i].nbytes);
+        row += wanted[i].nbytes;
+    }
+    return 1;
+}
+
+/* One row for each node: a byte that is 1 if all was read that is needed, the demands, and for each attribute a byte
+ * that is 1 if it is known, and its value. rows: zeros; those of nodes that are no kernels, or that could not be read,
+ * stay so. */
+void pg_read_kept(const pg_readers *calls, void *const *nodes, int64_t count, const pg_read *read,
+                  const pg_attribute *wanted, int64_t n_wanted, const int32_t *demands, int64_t n_demands, char *rows,
+                  int64_t row_bytes)
+{
+    for (int64_t i = 0; i < count; i++, rows += row_bytes)
+        if (!read[i].code && read[i].type == KERNEL_NODE)
+            *rows = (char)read_row(calls, nodes[i], read[i].function, wanted, n_wanted, demands, n_demands, rows + 1);
+}
+
+typedef struct {
+    const void *from;       /* the list of pointers to parameters, or bytes */
+    const uint64_t *layout; /* as pg_pack takes it; none for bytes */
+    uint64_t count;         /* of parameters, or of bytes */
+    uint64_t at;            /* where they go */
+} pg_packing;
+
+void pg_pack_all(char *data, const pg_packing *all, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (all[i].layout)
+            pg_pack(data + all[i].at, all[i].from, all[i].layout, (int64_t)all[i].count);
+        else
+            memcpy(data + all[i].at, all[i].from, all[i].count);
+    }
+}
