@@ -17,6 +17,7 @@ __all__ = [
     "OptionError",
     "PgraphError",
     "PlanError",
+    "RecountError",
 ]
 
 
@@ -30,6 +31,10 @@ class OptionError(PgraphError, ValueError):
 
 class DriverError(PgraphError, RuntimeError):
     """A call of the CUDA driver failed, or the driver asked for is not available."""
+
+
+class RecountError(DriverError):
+    """Nodes of a capture were miscounted, and will not be when it is made again. Internal: that is done."""
 
 
 class PlanError(PgraphError, ValueError):

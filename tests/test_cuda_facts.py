@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgraph.drivers.interface import HiddenAllocation
+from pgraph.errors import DriverError
 from pgraph.ops import op_names
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
@@ -157,7 +158,7 @@ def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, lambda node, found: 1))
     monkeypatch.setattr(cuda_nodes.cu, "cuGetErrorString", lambda error: (0, b"no"))
-    with pytest.raises(cuda.DriverError, match="CUDA_ERROR_INVALID_VALUE: no"):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE: no"):
         cuda_nodes.read_node(0xBEEF)
 
 

@@ -6,10 +6,12 @@ Each step either succeeds or raises an error with a `Reason`; nothing has run by
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from pgraph.capture.culprit import culprit_of
 from pgraph.capture.record import record
 from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
-from pgraph.errors import MatchError
+from pgraph.errors import MatchError, RecountError
 from pgraph.template.match import match
 from pgraph.template.packing import Lifetime, survives
 from pgraph.template.plan import GRANULE, Plan, make_plan
@@ -84,10 +86,10 @@ def build(
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
     """
     start = time.perf_counter()
-    with driver.capture_lock(), driver.arena(0) as first_arena, driver.arena(1) as second_arena:
-        # What an exec keeps is asked of the first only: the execs are made from that one.
-        first = record(driver, first_arena, fn, inputs, alignments, namespaces, with_kept=shelf is not None)
-        second = record(driver, second_arena, fn, inputs, alignments, namespaces, first.ops, with_kept=False)
+    call = functools.partial(
+        record, driver, fn=fn, inputs=inputs, alignments=alignments, namespaces=namespaces
+    )
+    with driver.capture_lock(), _recordings(driver, call, shelf is not None) as (first, second):
         slots = _slots(driver, first, second, constants)
         mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
@@ -95,6 +97,28 @@ def build(
     if log.isEnabledFor(logging.DEBUG):
         log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
     return built
+
+
+@contextlib.contextmanager
+def _recordings(
+    driver: Driver, call: Callable[..., Recording], with_kept: bool
+) -> Iterator[tuple[Recording, Recording]]:
+    """Two recordings of a call, on arenas that are there for the block."""
+    with contextlib.ExitStack() as arenas:
+
+        def both() -> tuple[Recording, Recording]:
+            one, two = (arenas.enter_context(driver.arena(layout)) for layout in (0, 1))
+            # What an exec keeps is asked of the first only: the execs are made from that one.
+            first = call(arena=one, with_kept=with_kept)
+            return first, call(arena=two, like=first.ops, with_kept=False)
+
+        try:
+            found = both()
+        except RecountError as e:
+            log.debug("captured again: %s", e)
+            arenas.close()
+            found = both()
+        yield found
 
 
 def _executable(

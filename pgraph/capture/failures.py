@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pgraph.errors import CaptureError, DriverError
+from pgraph.errors import CaptureError, DriverError, RecountError
 from pgraph.reasons import Dispatch, Reason
 
 __all__ = ["may_pass"]
@@ -36,6 +36,8 @@ def may_pass(error: BaseException) -> bool:
 
 def failure_of(error: Exception, culprit: Dispatch | None = None) -> CaptureError | DriverError:
     """The error to raise in place of `error`, without the stack frames that it holds."""
+    if isinstance(error, RecountError):
+        return RecountError(str(error))
     if isinstance(error, CaptureError):
         return CaptureError(error.reason, error.op, culprit=error.culprit or culprit)
     op = culprit.op if culprit is not None else None

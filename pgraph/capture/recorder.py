@@ -110,7 +110,11 @@ class Recorder(UnwrappedMode):
             if facts.builtin:
                 self.builtin.update(range(before, after))
             self._note_op(facts, args, kwargs, before, after)
-        elif facts.custom and (any(r.nbytes for r in self.ranges[known:]) or _writes(func, args, kwargs)):
+        elif (
+            facts.custom
+            and (any(r.nbytes for r in self.ranges[known:]) or _writes(func, args, kwargs))
+            and self._session.checked_count() == after
+        ):
             culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))
             raise CaptureError(not_recorded(facts.name), culprit=culprit)
         self.boundary(after)  # nothing was recorded since it was counted

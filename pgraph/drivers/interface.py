@@ -163,7 +163,11 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def node_count(self) -> int:
-        """Number of nodes recorded so far."""
+        """Number of nodes recorded so far. Should it be wrong, `end` raises."""
+
+    def checked_count(self) -> int:
+        """As `node_count`, and not wrong, however long that takes."""
+        return self.node_count()
 
     @abc.abstractmethod
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,6 +188,7 @@ class Session(abc.ABC):
 
         Raises:
             CaptureError: the driver refused something on the way.
+            RecountError: `node_count` was wrong; in the driver's next capture it will not be.
         """
 
     @abc.abstractmethod

@@ -225,6 +225,7 @@ int64_t pg_struct_size(int64_t which)
     case 7: return sizeof(pg_readers);
     case 8: return sizeof(pg_read);
     case 9: return sizeof(pg_packing);
+    case 10: return sizeof(pg_path);
     default: return -1;
     }
 }

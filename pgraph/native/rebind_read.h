@@ -3,6 +3,7 @@
  * pg_read_nodes: types, and the parameters of kernels.
  * pg_read_kept: what an exec keeps of kernels.
  * pg_pack_all: the parameters of all kernels, gathered.
+ * pg_count: the nodes of a capture under way (Note [Counted along the path] in pgraph/drivers/cuda/counts.py).
  */
 
 typedef int (*fn_get)(void *node, void *found);
@@ -118,4 +119,45 @@ void pg_pack_all(char *data, const pg_packing *all, int64_t count)
         else
             memcpy(data + all[i].at, all[i].from, all[i].count);
     }
+}
+
+typedef int (*fn_info)(void *stream, int *status, uint64_t *id, void **graph, void *const **ends, size_t *count);
+typedef int (*fn_near)(void *node, void **found, void *edge_data, size_t *count);
+
+typedef struct {
+    fn_info info;
+    fn_near before;
+    fn_near behind;
+    void *stream;
+    void *end;     /* of the path when it was walked last; none before the first node */
+    int64_t count; /* of its nodes */
+} pg_path;
+
+enum { CAPTURE_ACTIVE = 1 };
+
+/* Returns the number of nodes on the path to the stream's next node; -1 if there is not one path, or a node waits for
+ * its end. */
+int64_t pg_count(pg_path *p)
+{
+    int status = 0;
+    uint64_t id = 0;
+    void *graph = NULL, *const *ends = NULL;
+    size_t n = 0;
+    if (p->info(p->stream, &status, &id, &graph, &ends, &n) || status != CAPTURE_ACTIVE || n != 1)
+        return -1;
+    void *end = ends[0];
+    if (p->behind(end, NULL, NULL, &n) || n)
+        return -1;
+    int64_t count = p->count;
+    for (void *node = end; node != p->end; count++) {
+        void *found[2] = {NULL, NULL};
+        uint64_t edge_data[2] = {0, 0};
+        n = 2;
+        if (p->before(node, found, edge_data, &n) || n > 1 || (!n && p->end))
+            return -1;
+        node = n ? found[0] : NULL;
+    }
+    p->end = end;
+    p->count = count;
+    return count;
 }

@@ -12,6 +12,7 @@ __all__ = [
     "NodeEntry",
     "NodeReaders",
     "PackingEntry",
+    "PathEntry",
     "ReadNode",
     "RecipeEntry",
     "SettingEntry",
@@ -125,6 +126,19 @@ class PackingEntry(ctypes.Structure):
     ]
 
 
+class PathEntry(ctypes.Structure):
+    """`pg_path`: what a capture has recorded so far."""
+
+    _fields_ = [
+        ("info", ctypes.c_void_p),
+        ("before", ctypes.c_void_p),
+        ("behind", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+    ]
+
+
 _IN_ORDER: Final = (
     LaunchCalls,
     NodeEntry,
@@ -136,6 +150,7 @@ _IN_ORDER: Final = (
     NodeReaders,
     ReadNode,
     PackingEntry,
+    PathEntry,
 )
 
 

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import snapshot, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
+from pgraph.drivers.cuda.counts import NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
 from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
 from pgraph.drivers.cuda.ghost import (
@@ -58,7 +59,7 @@ from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
-from pgraph.errors import CaptureError, DriverError
+from pgraph.errors import CaptureError, RecountError
 from pgraph.native import libraries
 from pgraph.native.libraries import address_of
 from pgraph.ops import op_names
@@ -80,7 +81,12 @@ class CudaSession(Session):
     """A stream capture under way on pgraph's own stream."""
 
     def __init__(
-        self, arena: CudaArena, stream: torch.cuda.Stream, pools: GhostPools, shared_history: bool
+        self,
+        arena: CudaArena,
+        stream: torch.cuda.Stream,
+        pools: GhostPools,
+        shared_history: bool,
+        count_whole: bool,
     ) -> None:
         self.arena: CudaArena = arena
         library = libraries.load()
@@ -95,13 +101,14 @@ class CudaSession(Session):
                 stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             )
         )
-        self._graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+        graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+        self._nodes = NodeCount(stream.cuda_stream, int(graph), count_whole)
 
     def node_count(self) -> int:
-        error, _, count = cu.cuGraphGetNodes(self._graph, 0)
-        if error != cu.CUresult.CUDA_SUCCESS:
-            raise _lost("the capture was lost", error)
-        return int(count)
+        return self._nodes.now()
+
+    def checked_count(self) -> int:
+        return self._nodes.checked()
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pools.refresh()
@@ -121,10 +128,12 @@ class CudaSession(Session):
         if error != cu.CUresult.CUDA_SUCCESS:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             _clear_last_error()
-            raise _lost("the driver ended the capture", error)
+            raise lost("the driver ended the capture", error)
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.nodes, order = ordered_nodes(graph)
+        if not self._nodes.was_right(order):
+            raise RecountError("nodes were counted along one path, and there are several")
         return owner, read_nodes(owner.nodes, with_kept), order
 
     def hidden(self) -> list[HiddenAllocation]:
@@ -170,6 +179,7 @@ class CudaDriver(Driver):
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
         self._ledger = PeakLedger(quantities=2)
+        self._count_whole = False  # True once a capture had forks: others may have some
 
     @contextlib.contextmanager
     def capture_lock(self) -> Iterator[None]:
@@ -209,9 +219,12 @@ class CudaDriver(Driver):
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
-            session = CudaSession(arena, stream, pools, shared_history)
+            session = CudaSession(arena, stream, pools, shared_history, self._count_whole)
             try:
                 yield session
+            except RecountError:
+                self._count_whole = True
+                raise
             finally:
                 session.close()
 
@@ -386,10 +399,3 @@ def _clear_last_error() -> None:
     """Drop the error that a lost capture leaves in the CUDA runtime for the next checked launch."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
-
-
-def _lost(sentence: str, error: Any) -> CaptureError | DriverError:
-    """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
-    if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        return DriverError(f"{sentence}: {error.name}")
-    return CaptureError(Reason("capture-lost", f"{sentence}: {error.name}"))
