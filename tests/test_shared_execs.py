@@ -305,4 +305,4 @@ def test_what_execs_keep_is_asked_of_one_capture(monkeypatch: pytest.MonkeyPatch
         asked.clear()
         built = build.build(HostDriver(), lambda args: [args.pop() + 1], [x], [16], shelf=shelf)
         assert asked == expected
-        assert shelf is None or list(shelf.values()) == [built.shared]
+        assert shelf is None or list(shelf.execs.values()) == [built.shared]

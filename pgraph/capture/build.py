@@ -1,4 +1,4 @@
-"""From a partition's code to what can be launched: capture twice, match, plan, instantiate or share an exec.
+"""From a partition's code to what can be launched: capture, match, plan, instantiate or share an exec.
 
 Each step either succeeds or raises an error with a `Reason`; nothing has run by then.
 """
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def build(
     slack_bytes: int = 4 << 20,
     shelf: Shelf | None = None,
 ) -> Built:
-    """Capture `fn` twice and make it launchable.
+    """Capture `fn` and make it launchable.
 
     Args:
         driver: where.
@@ -80,7 +80,8 @@ def build(
         kept_inputs: positions among the device tensors in `inputs` whose memory the caller keeps
             (parameters): the plan need not wait for their release.
         slack_bytes: see `pgraph.template.plan.make_plan`.
-        shelf: execs that may serve `fn` at these sizes, too. New ones are put there.
+        shelf: what is known of `fn` at other sizes: execs that may serve these, too, and proofs. New ones are
+            put there.
 
     Raises:
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
@@ -89,36 +90,49 @@ def build(
     call = functools.partial(
         record, driver, fn=fn, inputs=inputs, alignments=alignments, namespaces=namespaces
     )
-    with driver.capture_lock(), _recordings(driver, call, shelf is not None) as (first, second):
-        slots = _slots(driver, first, second, constants)
+    lasting = RangeMap([_storage(t) for t in constants])
+    with driver.capture_lock(), contextlib.ExitStack() as arenas:
+        first, second, slots = _recorded(driver, call, arenas, shelf, lasting)
         mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
         built = _executable(driver, first, template, shelf, start)
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("captured in %.1f ms\n%s", built.seconds * 1e3, template.render())
+        times = "once" if second is first else "twice"
+        log.debug("captured %s in %.1f ms\n%s", times, built.seconds * 1e3, template.render())
     return built
 
 
-@contextlib.contextmanager
-def _recordings(
-    driver: Driver, call: Callable[..., Recording], with_kept: bool
-) -> Iterator[tuple[Recording, Recording]]:
-    """Two recordings of a call, on arenas that are there for the block."""
-    with contextlib.ExitStack() as arenas:
+def _recorded(
+    driver: Driver,
+    call: Callable[..., Recording],
+    arenas: contextlib.ExitStack,
+    shelf: Shelf | None,
+    constants: RangeMap,
+) -> tuple[Recording, Recording, tuple[Slot, ...]]:
+    """Two recordings of a call and their slots; twice the same one, where that is proof enough
+    (Note [Proved by another size]). `arenas` holds what they lie on."""
 
-        def both() -> tuple[Recording, Recording]:
-            one, two = (arenas.enter_context(driver.arena(layout)) for layout in (0, 1))
-            # What an exec keeps is asked of the first only: the execs are made from that one.
-            first = call(arena=one, with_kept=with_kept)
-            return first, call(arena=two, like=first.ops, with_kept=False)
+    def recorded() -> tuple[Recording, Recording, tuple[Slot, ...]]:
+        one, two = (arenas.enter_context(driver.arena(layout)) for layout in (0, 1))
+        # What an exec keeps is asked of the first only: the execs are made from that one.
+        first = call(arena=one, with_kept=shelf is not None)
+        proved = (
+            shelf.proofs.slots(first, driver.framework_ranges(), constants) if shelf is not None else None
+        )
+        if proved is not None:
+            return first, first, proved
+        second = call(arena=two, like=first.ops, with_kept=False)
+        slots = _slots(driver, first, second, constants)
+        if shelf is not None:
+            shelf.proofs.add(first, slots)
+        return first, second, slots
 
-        try:
-            found = both()
-        except RecountError as e:
-            log.debug("captured again: %s", e)
-            arenas.close()
-            found = both()
-        yield found
+    try:
+        return recorded()
+    except RecountError as e:
+        log.debug("captured again: %s", e)
+        arenas.close()
+        return recorded()
 
 
 def _executable(
@@ -136,7 +150,7 @@ def _executable(
         return Built(mine, recipes, shared, driver, time.perf_counter() - start)
 
     key = sharing_key(nodes, recording.order, template.slots, chunks) if shelf is not None else None
-    shared = shelf.get(key) if shelf is not None and key is not None else None
+    shared = shelf.execs.get(key) if shelf is not None and key is not None else None
     if shared is not None:
         built = on(shared)
         if all(recipe.fits() for recipe in built.recipes):
@@ -145,13 +159,11 @@ def _executable(
     execs = tuple(driver.instantiate(recording.graph, nodes, c.first, c.last, template.slots) for c in chunks)
     shared = ExecSet(execs, template)
     if shelf is not None and key is not None:
-        shelf[key] = shared
+        shelf.execs[key] = shared
     return on(shared)
 
 
-def _slots(
-    driver: Driver, first: Recording, second: Recording, constants: Sequence[torch.Tensor]
-) -> tuple[Slot, ...]:
+def _slots(driver: Driver, first: Recording, second: Recording, constants: RangeMap) -> tuple[Slot, ...]:
     """The slots of two recordings.
 
     Raises:
@@ -163,7 +175,7 @@ def _slots(
             second,
             framework=driver.framework_ranges(),
             workspaces=driver.workspaces(),
-            constants=RangeMap([_storage(t) for t in constants]),
+            constants=constants,
         )
     except MatchError as e:
         raise MatchError(e.reason, node=e.node, culprit=culprit_of(first, second, e.node)) from None

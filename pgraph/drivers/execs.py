@@ -7,6 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Hashable
 
+from pgraph.template.proofs import Proofs
 from pgraph.template.template import Template
 
 __all__ = ["Exec", "ExecSet", "Recipe", "Shelf"]
@@ -92,6 +93,15 @@ class ExecSet:
         return sum(e.nbytes for e in self.execs)
 
 
-Shelf = weakref.WeakValueDictionary[Hashable, ExecSet]
-"""The execs that a partition's specializations share, by what their recordings have in common. It keeps none
-of them alive."""
+class Shelf:
+    """What the captures of one partition have in common.
+
+    Attributes:
+        execs: those that its specializations share, by what their recordings have in common; it keeps none of
+            them alive.
+        proofs: what is known of its nodes.
+    """
+
+    def __init__(self) -> None:
+        self.execs = weakref.WeakValueDictionary[Hashable, ExecSet]()
+        self.proofs = Proofs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from pgraph.reasons import Dispatch
@@ -29,6 +30,7 @@ class NodeRecord:
         kept: what an exec keeps of the node it was made from, whatever is set later: a kernel's launch
             attributes, or the parameters of a copy or a fill, with zeros for what may be set besides
             addresses. None if it is not known, or was not asked for.
+        layout: how the parameters are laid out, as far as kernels of one name may differ in that.
     """
 
     kind: NodeKind
@@ -37,6 +39,7 @@ class NodeRecord:
     params: bytes
     structs: tuple[tuple[int, int], ...] = ()
     kept: tuple[Any, ...] | bytes | None = ()
+    layout: Hashable = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -283,8 +283,7 @@ class CudaDriver(Driver):
         return _native_calls(self.device.index)
 
     def mark(self) -> Passed:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = torch.cuda.current_stream(self.device).record_event()
         return event.query
 
     def memory(self) -> int:

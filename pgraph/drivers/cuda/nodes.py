@@ -202,7 +202,7 @@ class _NodesAtOnce:
             row = self._rows[position * self._row : (position + 1) * self._row]
             stays = kept.of_row(row, ctx, passing[0])
         header = (function, tuple(dimensions[:3]), tuple(dimensions[3:]), shared, ctx, passing)
-        return NodeRecord("kernel", name, header, self._packed[start:end], structs, stays)
+        return NodeRecord("kernel", name, header, self._packed[start:end], structs, stays, passing)
 
 
 def read_node(node: Any, with_kept: bool = True) -> NodeRecord:
@@ -258,7 +258,7 @@ def _read_kernel(node: int, with_kept: bool) -> NodeRecord:
         data, passing, layout = b"", ("params", ()), ()
     header = (function, tuple(p.grid), tuple(p.block), p.shared, p.ctx or 0, passing)
     stays = kept.of_kernel(node, function, p.ctx or 0, passing[0]) if with_kept else None
-    return NodeRecord("kernel", name, header, data, _structs(layout), stays)
+    return NodeRecord("kernel", name, header, data, _structs(layout), stays, passing)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -223,7 +223,9 @@ class HostSession(Session):
         self._join([i for i, ranges in self._aside.items() if _names(words, ranges)])
         self._edges += [(before, len(self._nodes)) for before in self._tail]
         self._tail = (len(self._nodes),)
-        self._nodes.append(NodeRecord(kind, name, header, packed, kept=self._kept(kind, name, words)))
+        codes = header[1] if kind == "kernel" and header[0] is not TABLE else ()
+        layout = tuple(code[:2] for code in codes if code[0] != "value")
+        self._nodes.append(NodeRecord(kind, name, header, packed, (), self._kept(kind, name, words), layout))
 
     def _kept(self, kind: Any, name: str, words: list[int]) -> tuple[Any, ...] | bytes:
         """What an exec keeps of it (`NodeRecord`)."""

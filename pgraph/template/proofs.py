@@ -1,0 +1,164 @@
+"""What two recordings of one size prove of another size, of which there is one recording.
+
+Pure logic: recordings in, slots out; no torch, no CUDA.
+
+Note [Proved by another size]
+Two captures tell which words are addresses (`pgraph.template.match`). The code of a partition is the same for
+all sizes, so where a node runs a kernel that was proved at this very place, the same words of its parameters
+are addresses of the same regions. One capture of a new size is enough if all of this holds:
+
+* The recording has as many nodes and regions as one that was proved, the nodes wait for one another in the
+  same way, the regions are born at the same nodes, and the results come from the same regions.
+* Each node has a kernel, and a layout of parameters, that two captures proved there, at whatever size. (Sizes
+  choose kernels; a layout may lack a parameter that another size needs.)
+* Each word that is an address lies within the region that it belongs to, which is alive. How far into it is
+  read, not computed.
+* No other word lies in the capture's ghosts or near them, nor in memory of the framework, but for the
+  partition's constants. So an optional operand that this size alone has is found, and so is a buffer that a
+  library keeps.
+
+Left out are kernels that are given addresses outside of their regions (Note [Beyond a region] in
+`pgraph.template.match`): of such words the second condition alone would tell. Where anything is missing the
+size is captured a second time, and then proves more.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+from pgraph.template.kernel_names import CUDNN_KERNELS
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.template import Slot
+
+__all__ = ["Proofs"]
+
+_Words = tuple[tuple[int, int], ...]  # (offset, region) of each address among a node's parameters
+_Known = dict[Hashable, _Words]  # by kernel and layout
+
+_MOST: Final = 16
+"""Structures that are remembered. A partition hardly has more than one or two."""
+
+_NEAR: Final = 1 << 30
+"""Bytes. An address outside of its region is hardly further from it."""
+
+_ELSEWHERE = re.compile("|".join(CUDNN_KERNELS))
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class Proofs:
+    """Of one partition. Called with its lock held."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[_Known]] = {}
+
+    def add(self, recording: Recording, slots: Sequence[Slot]) -> None:
+        """Remember what two recordings proved.
+
+        Args:
+            recording: one of them.
+            slots: of both, in the order of their nodes.
+        """
+        structure = _structure(recording)
+        if structure is None:
+            return
+        while structure not in self._known and len(self._known) >= _MOST:
+            del self._known[next(iter(self._known))]
+        nodes = self._known.setdefault(structure, [{} for _ in recording.nodes])
+        words: dict[int, list[tuple[int, int]]] = {}
+        beyond = set()
+        for slot in slots:
+            words.setdefault(slot.node, []).append((slot.offset, slot.region))
+            if not 0 <= slot.delta <= recording.allocations[slot.region].nbytes:
+                beyond.add(slot.node)
+        for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
+            if i not in beyond and not (node.kind == "kernel" and _ELSEWHERE.search(node.name)):
+                known[_kind(node)] = tuple(words.get(i, ()))
+
+    def slots(
+        self, recording: Recording, framework: RangeMap | None, constants: RangeMap
+    ) -> tuple[Slot, ...] | None:
+        """The slots of a recording; None if it takes another one to know.
+
+        Args:
+            recording: of any size.
+            framework: as `pgraph.template.match.match` takes it.
+            constants: likewise.
+        """
+        nodes = self._known.get(_structure(recording))
+        if nodes is None:
+            return None
+        found: list[Slot] = []
+        for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
+            words = known.get(_kind(node))
+            mine = _slots(recording, i, node, words, framework, constants) if words is not None else None
+            if mine is None:
+                return None
+            found += mine
+        return tuple(found)
+
+
+def _structure(recording: Recording) -> Hashable | None:
+    """What recordings of other sizes must have in common with this one; None if that cannot be told."""
+    outputs = tuple(map(_origin, recording.outputs))
+    if None in outputs:
+        return None
+    births = tuple((a.birth, a.library) for a in recording.allocations)
+    return recording.order, births, recording.n_inputs, outputs
+
+
+def _origin(output: OutputSpec) -> Hashable | None:
+    """Where a result comes from; None for a constant that only a second capture shows to be one."""
+    if not output.unread and type(output.constant) not in _PLAIN:
+        return None
+    layout = output.layout
+    view = layout and (len(layout.size), layout.dtype, layout.conj, layout.neg)
+    return (
+        output.region,
+        output.input,
+        view,
+        type(output.constant),
+        output.unread,
+        output.same,
+        output.view_of,
+    )
+
+
+def _kind(node: NodeRecord) -> Hashable:
+    return node.kind, node.name, node.layout, len(node.params), node.structs
+
+
+def _slots(
+    recording: Recording,
+    index: int,
+    node: NodeRecord,
+    words: _Words,
+    framework: RangeMap | None,
+    constants: RangeMap,
+) -> list[Slot] | None:
+    """The slots of one node; None if one of its words is not what was proved."""
+    values = struct.unpack_from(f"={len(node.params) // 8}Q", node.params)
+    expected, found = dict(words), []
+    first, end = recording.ghost_range[0] - _NEAR, recording.ghost_range[1] + _NEAR
+    low, high = framework.span if framework is not None else (0, 0)
+    for w, value in enumerate(values):
+        region = expected.get(w * 8)
+        if region is not None:
+            allocation = recording.allocations[region]
+            delta = value - allocation.address
+            if not 0 <= delta <= allocation.nbytes or not _alive(allocation, index):
+                return None
+            found.append(Slot(index, w * 8, region, delta))
+        elif constants.find(value) is None:
+            # Outside of the span nothing is found: most words are told at once.
+            held = framework is not None and low <= value < high and framework.find(value) is not None
+            if held or first <= value < end:
+                return None
+    return found
+
+
+def _alive(allocation: GhostAllocation, node: int) -> bool:
+    return allocation.birth <= node and (allocation.death is None or node < allocation.death)
