@@ -181,6 +181,28 @@ def test_parameters_are_packed_alike_in_c(sizes: list[tuple[int, int]], data: st
         assert packed[0][offset : offset + size] == value
 
 
+@pytest.mark.parametrize("can", [True, False])
+def test_the_log_has_what_is_read(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else, where PyTorch can leave that out."""
+    asked: list[dict[str, Any]] = []
+
+    def able(enabled: Any, context: Any, clear_history: bool, skip_actions: Any = None) -> None:
+        asked.append({"cleared": clear_history, "left out": skip_actions})
+
+    def unable(enabled: Any, context: Any, clear_history: bool) -> None:
+        asked.append({"cleared": clear_history, "left out": None})
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", able if can else unable)
+    monkeypatch.setattr(cuda_ghost, "_left_out", cuda_ghost._left_out.__wrapped__)
+    cuda_ghost.clear_trace()
+    (told,) = asked
+    assert told["cleared"]
+    assert (told["left out"] is not None) == can
+    if can:
+        assert {"alloc", "free_requested"}.isdisjoint(told["left out"])
+        assert {"free_completed", "segment_alloc"} <= set(told["left out"])
+
+
 @pytest.fixture
 def launch_attributes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], bytes]:
     """What the driver tells of (node or function, attribute); it fails for what is not there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -276,6 +277,9 @@ def unlimited(device: torch.device) -> Iterator[None]:
 
 # -- the allocator's own log --------------------------------------------------------------------
 
+# A block is asked back before it is given back.
+_NOT_READ = ("free_completed", "segment_alloc", "segment_free", "oom", "snapshot")
+
 
 @contextlib.contextmanager
 def allocator_trace() -> Iterator[bool]:
@@ -295,7 +299,14 @@ def allocator_trace() -> Iterator[bool]:
 
 def clear_trace() -> None:
     """Have the log begin anew; only where it is not the user's."""
-    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True, **_left_out())
+
+
+@functools.cache
+def _left_out() -> dict[str, Any]:
+    """What tells the log to leave out what is not read, if this PyTorch can: each entry takes time."""
+    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    return {"skip_actions": list(_NOT_READ)} if "skip_actions" in known else {}
 
 
 def read_trace(
