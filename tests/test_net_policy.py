@@ -17,13 +17,15 @@ from torch import Tensor
 from torch._prims.rng_prims import run_and_save_rng_state
 
 import pgraph
+from pgraph.capture import build
 from pgraph.capture.record import record
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.host.faults import HostFaults, inject
-from pgraph.errors import CaptureError, DriverError
+from pgraph.errors import CaptureError, DriverError, MatchError
 from pgraph.launch.guards import Guards, TensorGuard, alignments
 from pgraph.ops.safety import refusal
 from pgraph.partition.scan import scan
+from pgraph.reasons import Reason
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 
@@ -237,3 +239,25 @@ def test_the_collector_is_as_it_was_after_a_capture(how: str, before: bool, coll
         after = gc.isenabled()
     assert after is before
     assert during == ([] if how == "begin" else [False])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_until_a_partition_is_made(
+    fails: bool, collecting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not between its two captures, nor while they are compared; and then again, whatever came of it."""
+    during: list[bool] = []
+    real = build.match
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        during.append(gc.isenabled())
+        if fails:
+            raise MatchError(Reason("nodes-differ", "they differ"))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(build, "match", noting)
+    gc.enable()
+    with pytest.raises(MatchError) if fails else contextlib.nullcontext():
+        build.build(HostDriver(), lambda args: [args.pop() + 1], [torch.ones(4)], [16])
+    assert gc.isenabled()
+    assert during == [False]

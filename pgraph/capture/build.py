@@ -18,6 +18,7 @@ import torch
 
 from pgraph.capture.culprit import culprit_of
 from pgraph.capture.record import record
+from pgraph.capture.recorder import uncollected
 from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError, RecountError
@@ -91,7 +92,7 @@ def build(
         record, driver, fn=fn, inputs=inputs, alignments=alignments, namespaces=namespaces
     )
     lasting = RangeMap([_storage(t) for t in constants])
-    with driver.capture_lock(), contextlib.ExitStack() as arenas:
+    with uncollected(), driver.capture_lock(), contextlib.ExitStack() as arenas:
         first, second, slots = _recorded(driver, call, arenas, shelf, lasting)
         mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import torch
 from pgraph.capture.culprit import dispatch_at
 from pgraph.capture.failures import failure_of
 from pgraph.capture.outputs import output_specs
-from pgraph.capture.recorder import GhostRange, Recorder
+from pgraph.capture.recorder import GhostRange, Recorder, uncollected
 from pgraph.drivers.interface import Arena, Driver, Session, patched
 from pgraph.errors import CaptureError
 from pgraph.reasons import Dispatch
@@ -65,27 +64,24 @@ def record(
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
         DriverError: the device could not just now (memory, most likely); nothing has run.
     """
-    # The garbage collector must not free the program's device objects in the middle of a capture.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with driver.capture(arena) as session, contextlib.closing(Recorder(session, like)) as recorder:
-            try:
-                # Dynamo is off for all of it: see `UnwrappedMode`.
-                recorded = torch.compiler.disable(_record)
-                return recorded(recorder, session, fn, inputs, alignments, namespaces, with_kept)
-            except Exception as e:
-                # Some op may have started kernels on another stream before it failed.
-                arena.touched = True
-                failure = failure_of(e)
-                log.debug("capture failed", exc_info=True)
-                # The frames hold ghost tensors, which must be gone before their memory is.
-                traceback.clear_frames(e.__traceback__)
-                if e.__cause__ is not None:
-                    traceback.clear_frames(e.__cause__.__traceback__)
-    finally:
-        if collecting:
-            gc.enable()
+    with (
+        uncollected(),
+        driver.capture(arena) as session,
+        contextlib.closing(Recorder(session, like)) as recorder,
+    ):
+        try:
+            # Dynamo is off for all of it: see `UnwrappedMode`.
+            recorded = torch.compiler.disable(_record)
+            return recorded(recorder, session, fn, inputs, alignments, namespaces, with_kept)
+        except Exception as e:
+            # Some op may have started kernels on another stream before it failed.
+            arena.touched = True
+            failure = failure_of(e)
+            log.debug("capture failed", exc_info=True)
+            # The frames hold ghost tensors, which must be gone before their memory is.
+            traceback.clear_frames(e.__traceback__)
+            if e.__cause__ is not None:
+                traceback.clear_frames(e.__cause__.__traceback__)
     raise failure
 
 

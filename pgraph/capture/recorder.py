@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +24,22 @@ from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
 
 __all__ = []
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector is off for the block.
+
+    It must not free the program's device objects in the middle of a capture. Between two captures and after
+    them it would walk over all that was recorded, again and again, and nearly all of that stays.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @dataclasses.dataclass(slots=True)
