@@ -37,8 +37,8 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    # The last four in launch_rows.py and claims.py alone.
-    "backend": (*BACKENDS, "cudagraphs", "replay", "nothing", "graphed"),
+    # The last five in launch_rows.py, claims.py and sizes.py alone.
+    "backend": (*BACKENDS, "cudagraphs", "replay", "nothing", "graphed", "pgraph-static"),
 }
 
 _COVERAGE = (
@@ -98,6 +98,42 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "peak_reserved_mb",
         "device_used_mb",
         "max_diff",  # over the largest value
+    ),
+    "sizes": (
+        "ms_per_step",
+        "ms_p10",
+        "ms_p90",
+        "early_ms",  # total of a server's first half
+        "first_ms",  # a request's first token
+        "total_ms",
+        "cpu_issue_ms",
+        "compile_s",
+        "capture_s",
+        "captures_warm",
+        "captures",
+        "recompiles",
+        "launches",
+        "uncaptured_runs",
+        "refused",
+        "compared",  # tensors
+        "max_diff",  # root mean square, over the reference's
+        "peak_allocated_mb",
+        "peak_reserved_mb",
+        "device_used_mb",
+        "exec_mb",
+        "recipe_mb",
+        "sizes",
+        "exec_bytes_one",
+        "exec_bytes",
+        "device_mb_one",
+        "device_mb",
+        "reserved_mb_one",
+        "reserved_mb",
+        "host_mb_one",
+        "host_mb",
+        "host_bytes_a_node",  # of each further size: what RAM holds more, and what pgraph counts
+        "counted_bytes_a_node",
+        "own_bytes_a_node",  # of it the recipes themselves
     ),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import _paths
@@ -109,8 +109,10 @@ class Spec:
 class Place:
     """A device with its dtype, and the recordings that CUDA graphs of either kind have made."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.size = spec, SIZES[spec.size]
+    sizes: Mapping[str, Any] = SIZES
+
+    def __init__(self, spec: Any) -> None:
+        self.spec, self.size = spec, self.sizes[spec.size]
         self.clock = worker.Device(spec.device)
         self.device, self.on_gpu = self.clock.torch, self.clock.on_gpu
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32

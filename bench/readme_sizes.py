@@ -1,0 +1,122 @@
+"""The tables of the benchmark of varying sizes: times of sequences, memory. `readme.py` imports it."""
+
+from __future__ import annotations
+
+import schema
+from readme_rows import File, Row, together
+from readme_tables import caption, cell, commit, figure
+from tabulate import tabulate
+
+BOUND = 1.02  # of a total over Inductor's, at every mark
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("ms_per_step", "ms/step", ",.3f"),
+    ("spread", "p10 to p90", ",.2f"),
+    ("cpu_issue_ms", "CPU issue ms", ",.3f"),
+    ("early_ms", "first half: total ms", ",.0f"),
+    ("first_ms", "first token ms", ",.2f"),
+    ("total_ms", "total ms", ",.0f"),
+)
+COUNTS: tuple[tuple[str, str, str], ...] = (
+    ("captures", "captures", ",d"),
+    ("capture_s", "capture s", ",.2f"),
+    ("launches", "launches", ",d"),
+    ("uncaptured_runs", "uncaptured runs", ",d"),
+    ("recompiles", "recompiled", ",d"),
+)
+# (name, title, form, unit), of one size and of all.
+HELD: tuple[tuple[str, str, str, int], ...] = (
+    ("exec_bytes", "execs MB", ",.2f", 2**20),
+    ("device_mb", "device MB", ",.1f", 1),
+    ("reserved_mb", "reserved MB", ",.1f", 1),
+    ("host_mb", "host MB", ",.1f", 1),
+)
+A_NODE: tuple[tuple[str, str], ...] = (
+    ("host_bytes_a_node", "host bytes for a node and size"),
+    ("counted_bytes_a_node", "as counted"),
+    ("own_bytes_a_node", "of it recipes"),
+)
+
+
+def sizes_table(data: File) -> str:
+    """A line for each sequence and backend, then one for each backend's memory; empty if there is none."""
+    rows = [row for row in data["rows"] if row["bench"] == "sizes"]
+    configs, backends = list(dict.fromkeys(row["config"] for row in rows)), schema.CHOICES["backend"]
+    rows.sort(key=lambda row: (configs.index(row["config"]), backends.index(row["backend"])))
+    tables = [times(rows), memory([row for row in rows if row["config"] == "memory"])]
+    if not rows:
+        return ""
+    return "\n".join([f"{caption(data)}\n", *(table for table in tables if table)])
+
+
+def times(rows: list[Row]) -> str:
+    """Of the sequences."""
+    lines = [
+        [
+            row["config"],
+            row["backend"],
+            *(cell(row, key, form) for key, _, form in COLUMNS),
+            *against(row, rows),
+            *(cell(row, key, form) for key, _, form in COUNTS),
+            result(row),
+            commit(row),
+        ]
+        for row in rows
+        if row["config"] != "memory"
+    ]
+    titles = [title for _, title, _ in COLUMNS]
+    over = ["largest total over Inductor's", f"at most {BOUND}"]
+    head = ["sizes of", "backend", *titles, *over, *(title for _, title, _ in COUNTS), "result", "commit"]
+    align = ["left", "left", *["right"] * (len(head) - 4), "left", "left"]
+    return tabulate(lines, head, "github", colalign=align, disable_numparse=True) + "\n" if lines else ""
+
+
+def against(row: Row, rows: list[Row]) -> tuple[str, str]:
+    """(the largest total over Inductor's at the same mark, and where; whether it is within the bound).
+
+    Only totals of one run are compared.
+    """
+    for other in rows:
+        if other["backend"] != "inductor" or other is row or not together(row, other):
+            continue
+        mine, theirs = row.get("totals_ms"), other.get("totals_ms")
+        well = row["status"] == other["status"] == "ok"
+        if not well or row.get("marks") != other.get("marks"):
+            continue
+        if mine and theirs:
+            pairs = zip(mine, theirs, row["marks"], strict=True)
+            ratio, mark = max((a / b, mark) for a, b, mark in pairs)
+            return f"{ratio:.3f} after {mark:,d}", "yes" if ratio <= BOUND else "no"
+    return "-", "-"
+
+
+def memory(rows: list[Row]) -> str:
+    """Of many sizes beside one."""
+    lines = [
+        [
+            row["backend"],
+            *(figure(row.get(key), ",d") for key in ("sizes", "captures", "execs", "nodes_one")),
+            *(both(row, name, form, unit) for name, _, form, unit in HELD),
+            *(cell(row, key, ",.0f") for key, _ in A_NODE),
+            result(row),
+            commit(row),
+        ]
+        for row in rows
+    ]
+    counts = ["sizes", "captures", "execs", "nodes of one size"]
+    held = [f"{title}, one size to all" for _, title, _, _ in HELD]
+    head = ["backend", *counts, *held, *(title for _, title in A_NODE), "result", "commit"]
+    align = ["left", *["right"] * (len(head) - 3), "left", "left"]
+    return tabulate(lines, head, "github", colalign=align, disable_numparse=True) + "\n" if lines else ""
+
+
+def both(row: Row, name: str, form: str, unit: int) -> str:
+    """What one size takes, and all."""
+    one, all_of_them = row.get(f"{name}_one"), row.get(name)
+    if one is None or all_of_them is None:
+        return "-"
+    return f"{one / unit:{form}} to {all_of_them / unit:{form}}"
+
+
+def result(row: Row) -> str:
+    """``"right"``, or what went wrong."""
+    return "right" if row["status"] == "ok" else str(row["status"]).replace("|", "/").replace("\n", " ")
