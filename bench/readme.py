@@ -24,7 +24,7 @@ from readme_claims import claims_table
 from readme_coverage import coverage_table, models_table, summary_table
 from readme_rows import File, is_expandable
 from readme_seeds import seeds_table
-from readme_sizes import sizes_table
+from readme_sizes import probes_table, sizes_table
 from readme_tables import (
     batch_table,
     equality_table,
@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[File], str]] = {
     "seeds": seeds_table,
     "uses": uses_table,
     "sizes": sizes_table,
+    "probes": probes_table,
 }
 # A marker's name, and how the names of its pictures begin.
 CHARTS = {"chart": "memory", "torchtitan-chart": "torchtitan", "coverage-chart": "coverage"}

@@ -1,4 +1,7 @@
-"""The tables of the benchmark of varying sizes: times of sequences, memory. `readme.py` imports it."""
+"""The tables of the benchmark of varying sizes (times of sequences, memory) and of the driver's answers.
+
+Not a program: `readme.py` imports it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("total_ms", "total ms", ",.0f"),
 )
 COUNTS: tuple[tuple[str, str, str], ...] = (
-    ("captures", "captures", ",d"),
+    ("captures_warm", "captures before", ",d"),
+    ("captures", "at the end", ",d"),
     ("capture_s", "capture s", ",.2f"),
     ("launches", "launches", ",d"),
     ("uncaptured_runs", "uncaptured runs", ",d"),
@@ -120,3 +124,28 @@ def both(row: Row, name: str, form: str, unit: int) -> str:
 def result(row: Row) -> str:
     """``"right"``, or what went wrong."""
     return "right" if row["status"] == "ok" else str(row["status"]).replace("|", "/").replace("\n", " ")
+
+
+def probes_table(data: File) -> str:
+    """A line for each question that was put to the driver; empty if there was none."""
+    times = (
+        ("us", "us"),
+        ("done_us", "us until done"),
+        ("first_us", "the first time"),
+        ("again_us", "again"),
+    )
+    lines = [
+        [
+            row["config"],
+            row.get("answer") if row["status"] == "ok" else result(row),
+            *(cell(row, key, ",.1f") for key, _ in times),
+            commit(row),
+        ]
+        for row in data["rows"]
+        if row["bench"] == "probes"
+    ]
+    head = ["question", "answer", *(title for _, title in times), "commit"]
+    align = ["left", "left", *["right"] * len(times), "left"]
+    if not lines:
+        return ""
+    return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"

@@ -135,6 +135,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "counted_bytes_a_node",
         "own_bytes_a_node",  # of it the recipes themselves
     ),
+    "probes": ("us", "done_us", "first_us", "again_us", "nodes"),
     "largest-batch": ("largest_batch", "cap_mb", "trials"),
     "equality": (
         "steps",

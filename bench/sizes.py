@@ -20,7 +20,7 @@ backend, each in a process of its own:
 
 Compilation is excluded (`compile_s`), and whatever is compiled anew within the timed sequence is not:
 `recompiles` says whether there was any. Some calls of each sequence are compared with Inductor's
-(Note [Right against Inductor] in ``sizes_place.py``); a wrong number makes a row of an error. Results go to
+(``sizes_place.py`` says how); a wrong number makes a row of an error. Results go to
 ``bench/results/sizes-<gpu>.json`` after every process. Sizes: `sizes_place.SIZES`.
 """
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import uses_worker
 from backends import reset_compiled
-from sizes_place import Figures, Place, draw, ended, on_host, some
+from sizes_place import Figures, Place, on_host
+from sizes_run import draw, ended, some
 
 Request = Callable[..., Any]
 

@@ -1,6 +1,8 @@
 """One measurement of `sizes.py` in one process: settings from the command line, JSON on the last line.
 
-python bench/sizes_worker.py '{"config": "serving", "backend": "pgraph", "size": "tiny", "device": "cpu"}'
+    python bench/sizes_worker.py '{"config": "serving", "backend": "pgraph", "size": "tiny", "device": "cpu"}'
+
+Inference and memory are here; training and generated text have files of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ import ctypes
 import gc
 import json
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import _paths  # noqa: F401  (puts examples/ on sys.path)
@@ -20,67 +21,16 @@ import torch
 import worker
 from backends import reset_compiled
 from claims import device_bytes, resident_bytes
-from llama import Llama
-from sizes_place import Figures, Place, Run, Spec, draw, ended, on_host, run, some, spaced
+from sizes_place import Figures, Place, Spec, on_host
+from sizes_run import Call, Tokens, compiled, draw, ended, expected, llama, result, run, some, spaced
+from sizes_training import lengths_of, lengths_seen
 from torch import Tensor
 
 MB = worker.MB
-WARM = 6  # calls of a size that is to be warm: uncaptured ones, a capture, launches on trial
-COLUMNS, STRIDE = 1 << 18, 251  # random tokens of a sequence, and how far apart two calls begin
-
-Call = Callable[[Tensor], Tensor]
-
-
-def llama(place: Place) -> Llama:
-    """The model with its random weights, the same in every process."""
-    torch.manual_seed(place.spec.seed)
-    return Llama(place.size.model).to_training(place.device)
-
-
-class Tokens:
-    """Random tokens, in fresh memory whenever they are asked for, other ones at every call.
-
-    So many that training cannot learn them: gradients stay as large as they are at first.
-    """
-
-    def __init__(self, place: Place, batch: int) -> None:
-        generator = torch.Generator().manual_seed(place.spec.seed + 1)
-        made = torch.randint(place.size.model.vocab, (batch, COLUMNS), generator=generator)
-        self._all = made.to(place.device)
-
-    def __call__(self, number: int, batch: int, length: int, shift: int = 0) -> Tensor:
-        """(batch, length) of them for the call with this number; those after `shift` more tokens."""
-        at = number * STRIDE % (COLUMNS - length - shift) + shift
-        return self._all[:batch, at : at + length].clone()
-
-
-def compiled(place: Place, sizes: Sequence[int], call: Callable[[int], Any]) -> Figures:
-    """Run each of `sizes` once, so that all is compiled; seconds of it."""
-    began = time.perf_counter()
-    for size in sizes:
-        call(size)
-    place.clock.drain()
-    place.clock.reset_peak()
-    return {
-        "compile_s": time.perf_counter() - began,
-        "graphs": place.graphs(),
-        "captures_warm": place.recordings(),
-    }
-
-
-def result(place: Place, timed: Run, early: int, warm: Figures) -> Figures:
-    """What a sequence has shown so far; read before anything else is compiled."""
-    found = {**timed.figures(early), **warm, "recompiles": place.graphs() - warm["graphs"]}
-    return found | ended(place)
+CALLS = 4  # of each size whose memory is measured: one uncaptured, a capture, launches
 
 
 # -- inference: a server, lengths in turn ------------------------------------------------------------------
-
-
-def expected(place: Place, model: Llama) -> Call:
-    """The reference; all other compiled code is gone after this."""
-    reset_compiled()
-    return place.by_reference(model.forward)
 
 
 @torch.no_grad()
@@ -179,7 +129,7 @@ def turns(place: Place) -> Figures:
     def keep(number: int) -> None:
         kept[number] = on_host(answer[0])
 
-    warm = compiled(place, range(WARM * len(lengths)), step)
+    warm = compiled(place, range(size.warm * len(lengths)), step)
     if backend == "replay":
         calls = {n: replayed(place, calls[n], tokens(0, 1, n)) for n in lengths}
         warm["captures_warm"] = len(calls)
@@ -197,131 +147,6 @@ def turns(place: Place) -> Figures:
     for number, mine in kept.items():
         length = lengths[number % len(lengths)]
         place.all_near(f"call {number + 1}, length {length}", [mine], [right(tokens(number, 1, length))])
-    return found
-
-
-# -- training ----------------------------------------------------------------------------------------------
-
-
-class Training:
-    """A model in training, and what some of its steps were given and gave.
-
-    Args:
-        lengths: of the steps.
-    """
-
-    def __init__(self, place: Place, lengths: Sequence[int]) -> None:
-        self.place, self.lengths, self.model = place, lengths, llama(place)
-        self.tokens = Tokens(place, place.size.batch)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=place.on_gpu)
-        arguments = place.arguments()
-        self.call: Callable[..., Tensor] = self.model.forward
-        if arguments is not None:
-            self.call = torch.compile(self.model.forward, **arguments)
-        self.loss: Tensor | None = None
-        self._weights: dict[int, list[Tensor]] = {}
-        self._given: dict[int, list[Tensor]] = {}
-
-    def batch(self, number: int, length: int) -> tuple[Tensor, Tensor]:
-        """Tokens of a step, and those that follow them."""
-        rows = self.place.size.batch
-        return self.tokens(number, rows, length), self.tokens(number, rows, length, 1)
-
-    def step(self, number: int) -> None:
-        """Forward, backward, optimizer; gradients stay until the next step."""
-        self.on(number, self.lengths[number])
-
-    def on(self, number: int, length: int) -> None:
-        """A step with this length."""
-        self.loss = None  # it lies in a pool of `reduce-overhead`, and so do the gradients
-        self.optimizer.zero_grad(set_to_none=True)
-        self.place.begin()
-        loss = self.call(*self.batch(number, length))
-        loss.backward()
-        self.loss = loss.detach()
-        self.optimizer.step()
-
-    def before(self, number: int) -> None:
-        """Keep the weights that a step begins with."""
-        self._weights[number] = [on_host(p) for p in self.model.parameters()]
-
-    def after(self, number: int) -> None:
-        """Keep the loss and the gradients of a step."""
-        self._given[number] = [on_host(t) for t in self._found()]
-
-    def _found(self) -> Iterator[Tensor]:
-        assert self.loss is not None
-        yield self.loss
-        for p in self.model.parameters():
-            assert p.grad is not None
-            yield p.grad
-
-    @torch.no_grad()
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        for p, weight in zip(self.model.parameters(), weights, strict=True):
-            p.copy_(weight)
-
-    def compare(self) -> None:
-        """The reference repeats the steps that were looked at (Note [Right against Inductor])."""
-        self.loss = None
-        self.optimizer.zero_grad(set_to_none=True)
-        reset_compiled()
-        right = self.place.by_reference(self.model.forward)
-        for number, mine in self._given.items():
-            self._put(self._weights[number])
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = right(*self.batch(number, self.lengths[number]))
-            loss.backward()
-            self.loss = loss.detach()
-            self.place.all_near(f"step {number + 1}, length {self.lengths[number]}", mine, self._found())
-
-
-def lengths_of(place: Place, cudnn: bool) -> Figures:
-    """Training on random lengths, from the first new one on.
-
-    Args:
-        cudnn: whether attention may be cuDNN's, which plans anew for each length.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    size = place.size
-    count = place.spec.steps or size.steps
-    training = Training(place, draw(place.spec.seed, *size.lengths, count))
-    # Neither end is 0 or 1, and both are compiled for.
-    warm = compiled(place, [size.lengths[1], size.lengths[0]], lambda length: training.on(0, length))
-    mark, checked = min(size.mark, count), some(count, size.checked)
-    timed = run(
-        place,
-        count,
-        training.step,
-        mark=mark,
-        checked=checked,
-        before=training.before,
-        after=training.after,
-    )
-    found = result(place, timed, 0, warm)
-    training.compare()
-    return found
-
-
-def lengths_seen(place: Place) -> Figures:
-    """Training on a few lengths, each of them seen often enough before."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    size = place.size
-    lengths = spaced(*size.lengths, size.seen)
-    chosen = draw(place.spec.seed, 0, len(lengths) - 1, size.again)
-    training = Training(place, [lengths[k] for k in chosen])
-    warm = compiled(place, lengths * WARM, lambda length: training.on(0, length))
-    timed = run(
-        place,
-        size.again,
-        training.step,
-        mark=size.mark,
-        checked=some(size.again, size.checked),
-        before=training.before,
-        after=training.after,
-    )
-    found = result(place, timed, 0, warm) | {"sizes": len(lengths)}
-    training.compare()
     return found
 
 
@@ -362,7 +187,7 @@ def memory(place: Place) -> Figures:
     seen: list[tuple[tuple[int | None, int, int], Figures]] = [(held(), holdings(place))]
     for chosen in (lengths[:1], lengths[1:]):
         for length in chosen:
-            for number in range(WARM):
+            for number in range(CALLS):
                 once(length, number)
         seen.append((held(), holdings(place)))
     (before, _), (one, of_one), (all_of_them, of_all) = seen

@@ -76,8 +76,8 @@ def test_lengths_that_were_seen(load: Any) -> None:
 
 @pytest.mark.parametrize(("backend", "graphs", "execs"), [("pgraph", 1, 1), ("pgraph-static", 3, 3)])
 def test_lengths_in_turn(backend: str, graphs: int, execs: int, load: Any, monkeypatch: Any) -> None:
-    place, seen = load("sizes_place"), []
-    ended = place.ended
+    runs, seen = load("sizes_run"), []
+    ended = runs.ended
 
     def watched(at: Any) -> dict[str, Any]:
         from pgraph.runtime import registry
@@ -87,7 +87,7 @@ def test_lengths_in_turn(backend: str, graphs: int, execs: int, load: Any, monke
         )
         return ended(at)
 
-    monkeypatch.setattr(place, "ended", watched)
+    monkeypatch.setattr(runs, "ended", watched)
     found = measured(load, "turns", backend)
     adds_up(found)
     assert (found["graphs"], found["recompiles"], found["captures_warm"]) == (graphs, 0, 3)
@@ -159,7 +159,7 @@ def test_near(load: Any) -> None:
 
 def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
     """Between marks and checks steps run back to back; what looks at them is not timed."""
-    place, said = load("sizes_place"), []
+    runs, said = load("sizes_run"), []
 
     def ms(call: Callable[[], Any]) -> float:
         began = len(said)
@@ -169,7 +169,7 @@ def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
 
     here: Any = types.SimpleNamespace(ms=ms)
     looks = {"before": lambda at: said.append(f"before {at}"), "after": lambda at: said.append(f"after {at}")}
-    timed = place.run(here, 7, said.append, mark=3, checked={1, 6}, **looks)
+    timed = runs.run(here, 7, said.append, mark=3, checked={1, 6}, **looks)
     assert said == [
         *(0, "drained", "before 1", 1, "drained", "after 1", 2, "drained"),
         *(3, 4, 5, "drained", "before 6", 6, "drained", "after 6"),
@@ -178,18 +178,18 @@ def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
     assert (timed.marks, timed.totals_ms) == ([3, 6, 7], [3, 6, 7])
     assert timed.figures(3)["ms_per_step"] == 1
     said.clear()
-    assert [count for count, _ in place.run(here, 3, said.append, mark=2, waits=True).parts] == [1, 1, 1]
+    assert [count for count, _ in runs.run(here, 3, said.append, mark=2, waits=True).parts] == [1, 1, 1]
     assert said == [0, "drained", 1, "drained", 2, "drained"]
 
 
 def test_sequences_are_the_same_everywhere(load: Any) -> None:
-    place = load("sizes_place")
-    sizes = place.draw(0, 16, 256, 3000)
-    assert sizes == place.draw(0, 16, 256, 3000) != place.draw(1, 16, 256, 3000)
+    runs = load("sizes_run")
+    sizes = runs.draw(0, 16, 256, 3000)
+    assert sizes == runs.draw(0, 16, 256, 3000) != runs.draw(1, 16, 256, 3000)
     assert (min(sizes), max(sizes)) == (16, 256)
-    assert place.spaced(16, 256, 16) == list(range(16, 257, 16))
-    assert place.some(600, 6) == {99, 199, 299, 399, 499, 599}
-    assert place.some(2, 6) == {0, 1}
+    assert runs.spaced(16, 256, 16) == list(range(16, 257, 16))
+    assert runs.some(600, 6) == {99, 199, 299, 399, 499, 599}
+    assert runs.some(2, 6) == {0, 1}
 
 
 # The program
@@ -343,7 +343,7 @@ def test_the_table(load: Any) -> None:
     ]
     assert cells[5][cells[0].index("largest total over Inductor's")] == "1.040 after 200"
     assert cells[5][cells[0].index("at most 1.02")] == "no"
-    assert cells[5][cells[0].index("captures")] == "7"
+    assert cells[5][cells[0].index("at the end")] == "7"
     assert cells[4][cells[0].index("result")] == "ArithmeticError: a / b"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in memory.splitlines()]
     assert cells[2][:4] == ["pgraph", "64", "64", "1"]

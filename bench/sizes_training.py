@@ -1,0 +1,133 @@
+"""Training on varying lengths. Not a program: `sizes_worker.py` imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from backends import reset_compiled
+from sizes_place import Figures, Place, on_host
+from sizes_run import Tokens, compiled, draw, llama, result, run, some, spaced
+from torch import Tensor
+
+
+class Training:
+    """A model in training, and what some of its steps were given and gave.
+
+    Args:
+        lengths: of the steps.
+    """
+
+    def __init__(self, place: Place, lengths: Sequence[int]) -> None:
+        self.place, self.lengths, self.model = place, lengths, llama(place)
+        self.tokens = Tokens(place, place.size.batch)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=place.on_gpu)
+        arguments = place.arguments()
+        self.call: Callable[..., Tensor] = self.model.forward
+        if arguments is not None:
+            self.call = torch.compile(self.model.forward, **arguments)
+        self.loss: Tensor | None = None
+        self._weights: dict[int, list[Tensor]] = {}
+        self._given: dict[int, list[Tensor]] = {}
+
+    def batch(self, number: int, length: int) -> tuple[Tensor, Tensor]:
+        """Tokens of a step, and those that follow them."""
+        rows = self.place.size.batch
+        return self.tokens(number, rows, length), self.tokens(number, rows, length, 1)
+
+    def step(self, number: int) -> None:
+        """Forward, backward, optimizer; gradients stay until the next step."""
+        self.on(number, self.lengths[number])
+
+    def on(self, number: int, length: int) -> None:
+        """A step with this length."""
+        self.loss = None  # it lies in a pool of `reduce-overhead`, and so do the gradients
+        self.optimizer.zero_grad(set_to_none=True)
+        self.place.begin()
+        loss = self.call(*self.batch(number, length))
+        loss.backward()
+        self.loss = loss.detach()
+        self.optimizer.step()
+
+    def before(self, number: int) -> None:
+        """Keep the weights that a step begins with."""
+        self._weights[number] = [on_host(p) for p in self.model.parameters()]
+
+    def after(self, number: int) -> None:
+        """Keep the loss and the gradients of a step."""
+        self._given[number] = [on_host(t) for t in self._found()]
+
+    def _found(self) -> Iterator[Tensor]:
+        assert self.loss is not None
+        yield self.loss
+        for p in self.model.parameters():
+            assert p.grad is not None
+            yield p.grad
+
+    @torch.no_grad()
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        for p, weight in zip(self.model.parameters(), weights, strict=True):
+            p.copy_(weight)
+
+    def compare(self) -> None:
+        """The reference repeats the steps that were looked at (Note [Right against Inductor])."""
+        self.loss = None
+        self.optimizer.zero_grad(set_to_none=True)
+        reset_compiled()
+        right = self.place.by_reference(self.model.forward)
+        for number, mine in self._given.items():
+            self._put(self._weights[number])
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = right(*self.batch(number, self.lengths[number]))
+            loss.backward()
+            self.loss = loss.detach()
+            self.place.all_near(f"step {number + 1}, length {self.lengths[number]}", mine, self._found())
+
+
+def lengths_of(place: Place, cudnn: bool) -> Figures:
+    """Training on random lengths, from the first new one on.
+
+    Args:
+        cudnn: whether attention may be cuDNN's, which plans anew for each length.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    size = place.size
+    count = place.spec.steps or size.steps
+    training = Training(place, draw(place.spec.seed, *size.lengths, count))
+    # Neither end is 0 or 1, and both are compiled for.
+    warm = compiled(place, [size.lengths[1], size.lengths[0]], lambda length: training.on(0, length))
+    mark, checked = min(size.mark, count), some(count, size.checked)
+    timed = run(
+        place,
+        count,
+        training.step,
+        mark=mark,
+        checked=checked,
+        before=training.before,
+        after=training.after,
+    )
+    found = result(place, timed, 0, warm)
+    training.compare()
+    return found
+
+
+def lengths_seen(place: Place) -> Figures:
+    """Training on a few lengths, each of them seen often enough before."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    size = place.size
+    lengths = spaced(*size.lengths, size.seen)
+    chosen = draw(place.spec.seed, 0, len(lengths) - 1, size.again)
+    training = Training(place, [lengths[k] for k in chosen])
+    warm = compiled(place, lengths * size.warm, lambda length: training.on(0, length))
+    timed = run(
+        place,
+        size.again,
+        training.step,
+        mark=size.mark,
+        checked=some(size.again, size.checked),
+        before=training.before,
+        after=training.after,
+    )
+    found = result(place, timed, 0, warm) | {"sizes": len(lengths)}
+    training.compare()
+    return found
