@@ -98,8 +98,8 @@ def build(
         template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
         built = _executable(driver, first, template, shelf, start)
     if log.isEnabledFor(logging.DEBUG):
-        times = "once" if second is first else "twice"
-        log.debug("captured %s in %.1f ms\n%s", times, built.seconds * 1e3, template.render())
+        times = "one capture" if second is first else "two captures"
+        log.debug("captured in %.1f ms, %s\n%s", built.seconds * 1e3, times, template.render())
     return built
 
 

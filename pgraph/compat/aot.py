@@ -13,6 +13,7 @@ import torch
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.graph import _BoxedCodeGen
+from torch.torch_version import TorchVersion
 
 from pgraph.compat.tensors import Strides
 
@@ -146,8 +147,10 @@ def own_output_strides() -> Iterator[list[Strides | None]]:
         yield told
     finally:
         context.output_strides = kept
-    # Inductor, too, tells the numbers that the symbols stood for when they were traced.
-    number: Callable[[Any], Any] = (lambda n: n) if context.fakify_first_call else _hint
+    # Before 2.15 Inductor tells the numbers that the symbols stood for when they were traced. Later a
+    # backward would be compiled for these numbers alone.
+    symbols = context.fakify_first_call or TorchVersion(torch.__version__) >= "2.15"
+    number: Callable[[Any], Any] = (lambda n: n) if symbols else _hint
     kept.extend(None if strides is None else tuple(map(number, strides)) for strides in told)
 
 

@@ -47,7 +47,7 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "compile the model and the loss, and call backward() outside",
     ),
     (
-        r"wrap RNN, GRU, or LSTM",
+        r"(wrap|support) RNN, GRU, or LSTM",
         "Dynamo does not trace torch.nn.RNN, GRU and LSTM",
         "write the cell with plain ops, e.g. torch.nn.LSTMCell in a loop",
     ),
