@@ -8,6 +8,7 @@ CPU out of nothing. `pgraph.compiler.compile_graph` turns each graph into runner
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from pgraph.runtime import full_capture, functions, progress, registry
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
+
+log = logging.getLogger(__name__)
 
 
 class Backend:
@@ -54,6 +57,7 @@ class Backend:
         name: str | None = None,
     ) -> Callable[..., Any]:
         functions.graph_arrived()
+        _tell_of_version()
         chosen = parse(options)
         if unknown := compat.unknown_settings(chosen.inductor):
             raise OptionError(
@@ -89,6 +93,13 @@ def reset() -> None:
 
 backend = Backend()
 skipped.listen(lambda other: isinstance(other, Backend))
+
+
+@functools.cache
+def _tell_of_version() -> None:
+    """Once per process."""
+    if told := compat.untested():
+        log.warning("%s", told)
 
 
 # -- one ATen graph ------------------------------------------------------------------------------

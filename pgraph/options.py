@@ -49,6 +49,9 @@ class Options:
     # With dynamic shapes: capture only calls whose varying sizes (of every dynamic dimension) are all among
     # these; () captures any.
     capture_sizes: tuple[int, ...] = ()
+    # "on": where sizes vary, recordings of new ones are computed from Inductor's code, once three captures
+    # came out as computed. "off": all are captured. "check": all are, and compared with what is computed.
+    compute_sizes: Literal["on", "off", "check"] = "on"
     # Leave uncaptured what would not gain: a partition of few kernels if a launch takes the host longer than
     # the partition's own code, which is tried in the first calls after its capture; and, where sizes vary,
     # those that come so seldom that their captures would take longer than launches save.

@@ -661,3 +661,35 @@ def test_hooks_on_saved_tensors_are_seen() -> None:
 
     torch.utils.checkpoint.checkpoint(fn, torch.randn(3, requires_grad=True), use_reentrant=False)
     assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("2.11.0+cu130", True),
+        ("2.13.0+cpu", True),
+        ("2.15.3", True),
+        ("2.10.1", False),
+        ("2.16.0a0+gitabc", False),
+        ("3.0.0", False),
+    ],
+)
+def test_versions_that_are_known(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    told = compat.untested()
+    assert (told is None) == known
+    if told is not None:
+        assert told.startswith(f"pgraph was tested with torch 2.11 to 2.15, and this is {version}, whose")
+
+
+def test_an_unknown_version_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pgraph import backend
+
+    backend._tell_of_version.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    for size in (3, 4):
+        torch.compile(lambda x: x + 1, backend="pgraph", dynamic=False)(torch.ones(size))
+    backend._tell_of_version.cache_clear()
+    assert sum("this is 2.16.0" in record.getMessage() for record in caplog.records) == 1

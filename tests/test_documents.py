@@ -22,7 +22,7 @@ SOURCES = [
     if path.suffix in (".py", ".c", ".cpp", ".h")
 ]
 NOTHING: dict[str, set[Any]] = {"missing": set(), "stale": set()}
-LIMITS = {"README.md": 12_000, "pgraph/README.md": 14_000}
+LIMITS = {"README.md": 12_000, "pgraph/README.md": 15_000}
 
 
 def section(text: str, heading: str) -> str:

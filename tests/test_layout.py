@@ -26,6 +26,7 @@ LAYERS = (
     "partition",
     "drivers",
     "capture",
+    "compute",
     "launch",
     "runtime",
     "compiler",

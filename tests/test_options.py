@@ -54,8 +54,8 @@ allocates by itself, and launches need no wrapper. Fix: leave it out""",
             self.refused(zzz=3),
             """\
 unknown pgraph option 'zzz': the options are driver, codegen, warmup, min_ops,
-capture_memory_mb, max_captures, memory_slack_mb, capture_sizes, step_aside,
-require_full_capture, inductor (pgraph.list_options() lists them)""",
+capture_memory_mb, max_captures, memory_slack_mb, capture_sizes, compute_sizes,
+step_aside, require_full_capture, inductor (pgraph.list_options() lists them)""",
         )
 
     def test_not_one_of_the_choices(self) -> None:
@@ -191,6 +191,7 @@ def test_every_option_but_inductor_can_come_from_the_environment() -> None:
         "max_captures": ("3", 3),
         "memory_slack_mb": ("0", 0),
         "capture_sizes": ("128, 256,", (128, 256)),
+        "compute_sizes": ("check", "check"),
         "step_aside": ("no", False),
         "require_full_capture": ("True", True),
     }

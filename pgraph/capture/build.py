@@ -42,14 +42,16 @@ class Built:
 
     Args:
         shared: the execs that the recipes are for, one each. Others may use them, too.
-        seconds: from the first capture to the last instantiation.
+        seconds: that it took.
+        computed: nothing was captured (Note [Computed recordings]).
     """
 
     template: Template
     recipes: tuple[Recipe, ...]
     shared: ExecSet
     driver: Driver
-    seconds: float
+    seconds: float = 0.0
+    computed: bool = False
 
     @property
     def execs(self) -> tuple[Exec, ...]:
@@ -68,7 +70,8 @@ def build(
     kept_inputs: frozenset[int] = frozenset(),
     slack_bytes: int = 4 << 20,
     shelf: Shelf | None = None,
-) -> Built:
+    may_capture: bool = True,
+) -> Built | None:
     """Capture `fn` and make it launchable.
 
     Args:
@@ -83,23 +86,43 @@ def build(
         slack_bytes: see `pgraph.template.plan.make_plan`.
         shelf: what is known of `fn` at other sizes: execs that may serve these, too, and proofs. New ones are
             put there.
+        may_capture: False where a recording is computed or there is none; then None is returned.
 
     Raises:
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
     """
     start = time.perf_counter()
-    call = functools.partial(
-        record, driver, fn=fn, inputs=inputs, alignments=alignments, namespaces=namespaces
-    )
-    lasting = RangeMap([_storage(t) for t in constants])
-    with uncollected(), driver.capture_lock(), contextlib.ExitStack() as arenas:
-        first, second, slots = _recorded(driver, call, arenas, shelf, lasting)
-        mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
-        template = _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
-        built = _executable(driver, first, template, shelf, start)
+    mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+
+    def planned(first: Recording, second: Recording, slots: tuple[Slot, ...]) -> Template:
+        return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
+
+    computer = shelf.computer if shelf is not None else None
+    with uncollected(), driver.capture_lock():
+        built = None
+        computed = computer.recording(inputs, alignments) if computer is not None else None
+        if computed is not None:
+            first, slots = computed
+            built = _executable(driver, first, planned(first, first, slots), shelf)
+        if built is not None:
+            built = dataclasses.replace(built, computed=True)
+        elif may_capture:
+            lasting = RangeMap([_storage(t) for t in constants])
+            call = functools.partial(
+                record, driver, fn=fn, inputs=inputs, alignments=alignments, namespaces=namespaces
+            )
+            with contextlib.ExitStack() as arenas:
+                first, second, slots = _recorded(driver, call, arenas, shelf, lasting)
+                built = _executable(driver, first, planned(first, second, slots), shelf)
+            log.debug("captured, by %s", "one capture" if second is first else "two captures")
+            if computer is not None:
+                computer.learn(first, slots, inputs, alignments)
+    if built is None:
+        return None
+    built = dataclasses.replace(built, seconds=time.perf_counter() - start)
     if log.isEnabledFor(logging.DEBUG):
-        times = "one capture" if second is first else "two captures"
-        log.debug("captured in %.1f ms, %s\n%s", built.seconds * 1e3, times, template.render())
+        how = "computed" if built.computed else "captured"
+        log.debug("%s in %.1f ms\n%s", how, built.seconds * 1e3, built.template.render())
     return built
 
 
@@ -137,9 +160,11 @@ def _recorded(
 
 
 def _executable(
-    driver: Driver, recording: Recording, template: Template, shelf: Shelf | None, start: float
-) -> Built:
-    """A recording made launchable, by others' execs if they serve it."""
+    driver: Driver, recording: Recording, template: Template, shelf: Shelf | None
+) -> Built | None:
+    """A recording made launchable, by others' execs if they serve it; None if they do not, and there is no
+    graph to make some of.
+    """
     nodes, chunks = recording.nodes, template.plan.chunks
 
     def on(shared: ExecSet) -> Built:
@@ -148,7 +173,7 @@ def _executable(
             driver.recipe(e, nodes, chunk.first, chunk.last, mine.slots)
             for e, chunk in zip(shared.execs, chunks, strict=True)
         )
-        return Built(mine, recipes, shared, driver, time.perf_counter() - start)
+        return Built(mine, recipes, shared, driver)
 
     key = sharing_key(nodes, recording.order, template.slots, chunks) if shelf is not None else None
     shared = shelf.execs.get(key) if shelf is not None and key is not None else None
@@ -156,6 +181,8 @@ def _executable(
         built = on(shared)
         if all(recipe.fits() for recipe in built.recipes):
             return built
+    if recording.graph is None:
+        return None
     driver.cut(recording.graph, [(chunk.first, chunk.last) for chunk in chunks])
     execs = tuple(driver.instantiate(recording.graph, nodes, c.first, c.last, template.slots) for c in chunks)
     shared = ExecSet(execs, template)

@@ -46,6 +46,7 @@ def record(
     namespaces: Sequence[dict[str, Any]] = (),
     like: Sequence[Dispatch] = (),
     with_kept: bool = True,
+    counting: Callable[[Callable[[], int]], None] | None = None,
 ) -> Recording:
     """Capture one call of `fn` (which takes one list and empties it).
 
@@ -59,6 +60,7 @@ def record(
         namespaces: globals of generated modules that allocate by themselves.
         like: the ops of an earlier capture of the same call, which need not be described again.
         with_kept: see `Session.end`.
+        counting: is given a function that tells, while `fn` runs, how many nodes there are.
 
     Raises:
         CaptureError: the capture was lost, or the code kept a ghost; nothing has run.
@@ -69,6 +71,8 @@ def record(
         driver.capture(arena) as session,
         contextlib.closing(Recorder(session, like)) as recorder,
     ):
+        if counting is not None:
+            counting(recorder.boundary)
         try:
             # Dynamo is off for all of it: see `UnwrappedMode`.
             recorded = torch.compiler.disable(_record)

@@ -44,6 +44,7 @@ from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
     compile_model,
+    generated_code,
     generated_namespaces,
     inductor_mode,
     output_strides,
@@ -54,6 +55,7 @@ from pgraph.compat.inductor import (
     unwrap_mutations,
 )
 from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
+from pgraph.compat.settings import library_settings
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
@@ -69,11 +71,14 @@ from pgraph.compat.tensors import (
     tensor_shims,
     weak_storage,
 )
+from pgraph.compat.triton import Launcher, is_triton_kernel, launcher_of
+from pgraph.compat.versions import untested
 
 __all__ = [
     "WRAPPED_MUTATIONS",
     "Compilation",
     "Joint",
+    "Launcher",
     "Strides",
     "Tracing",
     "UnwrappedMode",
@@ -91,6 +96,7 @@ __all__ = [
     "fake_mode_of",
     "forget_storage",
     "forward_mode",
+    "generated_code",
     "generated_namespaces",
     "graph_break",
     "hear_compilations",
@@ -100,9 +106,12 @@ __all__ = [
     "is_compiled",
     "is_composite",
     "is_registered",
+    "is_triton_kernel",
     "joint_of",
     "known_backends",
+    "launcher_of",
     "lazily",
+    "library_settings",
     "output_strides",
     "own_output_strides",
     "packed_by_others",
@@ -128,6 +137,7 @@ __all__ = [
     "traced_function",
     "tracing",
     "unknown_settings",
+    "untested",
     "unwrap_mutations",
     "weak_storage",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized, view_to_reshape
-from torch._inductor.utils import BoxedBool
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import BoxedBool, align_inputs_from_check_idxs
 
 from pgraph.compat.tensors import Strides
 
@@ -21,6 +23,7 @@ __all__ = [
     "WRAPPED_MUTATIONS",
     "compile_graph",
     "compile_model",
+    "generated_code",
     "generated_namespaces",
     "inductor_mode",
     "output_strides",
@@ -191,6 +194,20 @@ def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:
         else:
             queue.append(getattr(item, "current_callable", None))
     return list(found.values())
+
+
+def generated_code(compiled: Any) -> types.FunctionType | types.MethodType | None:
+    """The function in a generated module that `compiled` runs, and nothing besides, but for copies that it
+    makes of misaligned inputs; None if there is no such thing; seen on 2.13.
+    """
+    if type(compiled) is not CompiledFxGraph:
+        return None
+    run: Any = compiled.current_callable
+    if getattr(run, "__qualname__", "") == f"{align_inputs_from_check_idxs.__name__}.<locals>.run":
+        run = inspect.getclosurevars(run).nonlocals["model"]
+    function = run.__func__ if isinstance(run, types.MethodType) else run
+    generated = isinstance(function, types.FunctionType) and "extern_kernels" in function.__globals__
+    return run if generated else None
 
 
 def partition_ops() -> set[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 from pgraph.template.proofs import Proofs
-from pgraph.template.template import Template
+from pgraph.template.recording import Recording
+from pgraph.template.template import Slot, Template
 
-__all__ = ["Exec", "ExecSet", "Recipe", "Shelf"]
+__all__ = ["Computing", "Exec", "ExecSet", "Recipe", "Shelf"]
 
 
 class Exec:
@@ -93,6 +95,31 @@ class ExecSet:
         return sum(e.nbytes for e in self.execs)
 
 
+class Computing(Protocol):
+    """Tells recordings of sizes that were not captured (`pgraph.compute`)."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it tells none, and never will."""
+        ...
+
+    def covers(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
+        """Whether these arguments are computed, by all that is known before it is tried."""
+        ...
+
+    def recording(
+        self, inputs: Sequence[Any], alignments: Sequence[int]
+    ) -> tuple[Recording, tuple[Slot, ...]] | None:
+        """The recording of a call, without a graph, and its slots; None if it must be captured."""
+        ...
+
+    def learn(
+        self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
+    ) -> None:
+        """Be told of a capture."""
+        ...
+
+
 class Shelf:
     """What the captures of one partition have in common.
 
@@ -100,8 +127,10 @@ class Shelf:
         execs: those that its specializations share, by what their recordings have in common; it keeps none of
             them alive.
         proofs: what is known of its nodes.
+        computer: may spare captures; None where sizes do not vary.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computer: Computing | None = None) -> None:
+        self.computer = computer
         self.execs = weakref.WeakValueDictionary[Hashable, ExecSet]()
         self.proofs = Proofs()

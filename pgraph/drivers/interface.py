@@ -17,7 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -288,6 +288,24 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def is_capturing(self) -> bool:
         """True while other code than pgraph captures the current stream."""
+
+    def kernel_names(self, namespace: Mapping[str, Any]) -> list[str]:
+        """Names of generated kernels in a generated module, of which `kernel_node` may be asked."""
+        return []
+
+    def kernel_node(
+        self, kernel: Any, sample: NodeRecord, arguments: Sequence[Any]
+    ) -> tuple[NodeRecord, Sequence[tuple[int, int]]] | None:
+        """The node that the launch of a generated kernel records; None where that cannot be told.
+
+        Args:
+            sample: what a launch of it recorded, with other arguments.
+            arguments: an `Operand` for each tensor of the device, or a value.
+
+        Returns:
+            The node, and (byte of its parameters, number of the argument) of each address in it.
+        """
+        return None
 
     def mark(self) -> Passed | None:
         """Put a mark into the current stream; None where the device keeps up with the host, as a CPU does."""

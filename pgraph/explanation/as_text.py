@@ -123,6 +123,8 @@ def partition_lines(partition: PartitionExplanation, *, times: bool) -> list[str
             f"    plan: {amount(partition.chunks, 'chunk')}, {amount(partition.blocks, 'block')}, "
             f"peak {partition.plan_peak:,} B, eager {partition.eager_peak:,} B"
         )
+    if partition.sizes is not None:
+        lines.append(f"    {partition.sizes}")
     if times and partition.saved_s is not None:
         lines.append(f"    {_saved(partition)}")
     if partition.splits:

@@ -9,6 +9,7 @@ from typing import Any
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.reasons import Reason
 from pgraph.runtime import statistics
+from pgraph.runtime.met import SizesTold
 
 __all__ = ["Change", "Findings", "PartitionExplanation"]
 
@@ -37,6 +38,7 @@ class PartitionExplanation:
         seconds: of host time in one step, all calls together; None if it did not run.
         own_s: host seconds that its own code takes in one step; None where that was not measured.
         capture_s: seconds that its captures took.
+        sizes: what became of the sizes that it met; None if it met one at most.
         reasons: why it is not captured.
         piece: position in what pgraph made of the partition when it split it by itself; None if it did not.
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
@@ -65,6 +67,7 @@ class PartitionExplanation:
     split_s: float = 0.0
     own_s: float | None = None
     capture_s: float = 0.0
+    sizes: SizesTold | None = None
 
     @property
     def saved_s(self) -> float | None:

@@ -245,6 +245,7 @@ def _partition(
         split_s=counters.split_s,
         own_s=min((sum(step) for step in own_times if step), default=None),
         capture_s=counters.capture_s,
+        sizes=counters.sizes,
     )
 
 

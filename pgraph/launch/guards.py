@@ -105,6 +105,11 @@ class Guards:
         """Where the template's inputs stand among the arguments."""
         return tuple(guard.position for guard in self.tensors)
 
+    @property
+    def alignments(self) -> list[int]:
+        """What each tensor's address is a multiple of, in bytes."""
+        return [guard.mask + 1 for guard in self.tensors]
+
     def alike(self, other: Guards) -> Guards:
         """The same guards, made of another's where these are equal: a second size takes less memory."""
         return dataclasses.replace(self, tensors=borrowed(self.tensors, other.tensors))

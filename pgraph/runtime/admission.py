@@ -12,12 +12,13 @@ import torch
 from pgraph import compat
 from pgraph.capture.build import build
 from pgraph.capture.failures import may_pass
+from pgraph.compute.computer import Computer
 from pgraph.drivers.interface import Driver
 from pgraph.errors import CaptureError, MatchError
-from pgraph.launch.program import program_of
+from pgraph.launch.program import Program, program_of
 from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
-from pgraph.runtime import full_capture, progress, registry, trace, trimming
+from pgraph.runtime import full_capture, progress, registry, trace, trial, trimming
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
@@ -93,6 +94,9 @@ class Admission:
         self._cache = cache
         self._sizes = sizes
         self._stats = stats
+        if sizes.dimensions and options.compute_sizes != "off":
+            checking = options.compute_sizes == "check"
+            cache.shelf.computer = Computer(driver, code.run, checking=checking)
         self._refusals = self._failures = 0
         self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
         self._pending: tuple[Specialization, Reason, Dispatch | None] | None = None
@@ -130,19 +134,22 @@ class Admission:
                 specialization = self._cache.get(args)
                 if specialization is None:
                     return None
+                self._stats.met.note(self._sizes.of(args))
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
             due = capture and specialization.due(self._options.warmup)
-            if due and not self._cache.pays(specialization):
+            early = capture and not due and self._computes(specialization, args)
+            if (due or early) and not self._cache.pays(specialization):
                 self._wait(not_worth)
-            elif due and not self._cache.has_room(specialization, args):
+            elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))
-            elif due:
+            elif due or early:
+                made = self._capture if due else self._compute
                 if compat.profiling():
-                    in_range("capture", self._stats.facts.label, self._capture, specialization, args)
+                    in_range("capture", self._stats.facts.label, made, specialization, args)
                 else:
-                    self._capture(specialization, args)
+                    made(specialization, args)
             self.insist(specialization.reason)
             if specialization.state is State.REFUSED:
                 self._give_up(args)
@@ -160,23 +167,51 @@ class Admission:
         if self._pending is None and not captured and not self._options.require_full_capture:
             self._given_up.add(self._sizes.of(args))
 
-    def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
-        code, tensors = self.code, specialization.guards.tensors
-        kept = frozenset(i for i, guard in enumerate(tensors) if guard.position in self.code.static)
+    def _computes(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        """Whether a specialization that has never run is known nevertheless (Note [Computed recordings])."""
+        computer = self._cache.shelf.computer
+        new = specialization.state is State.NOT_RUN and not specialization.standing.failures
+        return new and computer is not None and computer.covers(args, specialization.guards.alignments)
+
+    def _compute(self, specialization: Specialization, args: Sequence[Any]) -> None:
+        """Make it launchable without a capture. If that fails it is warmed up and captured like any other."""
+        start = trial.clock()
         try:
-            built = build(
-                self._driver,
-                self.code.run,
-                args,
-                [guard.mask + 1 for guard in tensors],
-                namespaces=self.code.namespaces,
-                constants=self.code.constants,
-                kept_inputs=kept,
-                slack_bytes=self._options.memory_slack_mb << 20,
-                shelf=self._cache.shelf,
-            )
-            saved, slack_bytes = code.sharing(), self._options.memory_slack_mb << 20
-            program = program_of(built, specialization.guards, saved, slack_bytes)
+            program = self._program(specialization, args, may_capture=False)
+        except Exception as e:
+            log.debug("%s was not computed: %s: %s", self._stats.name, type(e).__name__, e)
+            program = None
+        if program is None:
+            self._cache.economy.wasted(trial.clock() - start)
+            return
+        specialization.warmed()
+        self._made(specialization, args, program)
+
+    def _program(
+        self, specialization: Specialization, args: Sequence[Any], may_capture: bool = True
+    ) -> Program | None:
+        code, tensors = self.code, specialization.guards.tensors
+        slack_bytes = self._options.memory_slack_mb << 20
+        built = build(
+            self._driver,
+            code.run,
+            args,
+            specialization.guards.alignments,
+            namespaces=code.namespaces,
+            constants=code.constants,
+            kept_inputs=frozenset(i for i, guard in enumerate(tensors) if guard.position in code.static),
+            slack_bytes=slack_bytes,
+            shelf=self._cache.shelf,
+            may_capture=may_capture,
+        )
+        if built is None:
+            return None
+        return program_of(built, specialization.guards, code.sharing(), slack_bytes)
+
+    def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
+        try:
+            program = self._program(specialization, args)
+            assert program is not None, "what may be captured is made"
         except (CaptureError, MatchError) as e:
             self.refuse(specialization, self._stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:
@@ -190,20 +225,26 @@ class Admission:
             if self.piece is not None:
                 self.piece.captured()
                 self.piece = None
-            self._cache.add(specialization, program)
-            nodes, chunks = len(built.template.nodes), len(built.recipes)
-            log.info(
-                "%s captured in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
-                self._stats.name,
-                built.seconds * 1e3,
-                amount(nodes, "node"),
-                amount(chunks, "chunk"),
-                self._stats.captures,
-                self._stats.capture_s * 1e3,
-            )
-            self._sizes.captured(args)
-            trimming.captured(self._stats.name, self._driver)
-            progress.captured()
+            self._made(specialization, args, program)
+
+    def _made(self, specialization: Specialization, args: Sequence[Any], program: Program) -> None:
+        self._cache.add(specialization, program)
+        if self._cache.shelf.computer is not None:
+            self._stats.met.obstacle = self._cache.shelf.computer.reason
+        built = program.built
+        log.info(
+            "%s %s in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
+            self._stats.name,
+            "computed" if built.computed else "captured",
+            built.seconds * 1e3,
+            amount(len(built.template.nodes), "node"),
+            amount(len(built.recipes), "chunk"),
+            self._stats.captures,
+            self._stats.capture_s * 1e3,
+        )
+        self._sizes.captured(args)
+        trimming.captured(self._stats.name, self._driver)
+        progress.captured()
 
     def _later(self, specialization: Specialization, error: Exception) -> None:
         """The device could not just now (memory, most likely): warm up again, and give up in the end."""

@@ -94,6 +94,7 @@ class SpecializationCache:
         lock: of the partition.
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
+        economy: whether further ones pay.
         set_aside: one of them took longer to launch than to run, so that no other one is captured.
         shelf: execs that further captures may share.
     """
@@ -111,13 +112,12 @@ class SpecializationCache:
         self._watched = watched
         self._sizes = sizes
         self._stats = stats
-        self._known: dict[Guards, Specialization] = {}
-        self._met: Lookup[Specialization] = Lookup()  # the same
+        self._known, self._met = dict[Guards, Specialization](), Lookup[Specialization]()  # the same ones
         self._asked = 0  # how often one was asked for
         self._budgets = _budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
         self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
-        self._economy = Economy()
+        self.economy = Economy()
         self._holdings = Holdings()
         self.shelf = Shelf()
         self.latest: Specialization | None = None
@@ -154,7 +154,7 @@ class SpecializationCache:
         with self.lock:
             specialization.ran()
             self._keeper.ran(specialization.use, self._stats.launches)
-            self._economy.ran(seconds, passed is not None and not passed())
+            self.economy.ran(seconds, passed is not None and not passed())
             if specialization.trial is not None:
                 specialization.trial.own.append(seconds)
                 self._judge(specialization)
@@ -162,7 +162,7 @@ class SpecializationCache:
     def timed(self, specialization: Specialization, seconds: float) -> None:
         """Note how long a launch kept the host."""
         with self.lock:
-            self._economy.launched(seconds)
+            self.economy.launched(seconds)
             if specialization.trial is not None:
                 specialization.trial.launches.append(seconds)
                 self._judge(specialization)
@@ -214,7 +214,7 @@ class SpecializationCache:
         found = self._known[guards] = Specialization(guards)
         found.addresses = self._addresses(guards)
         self._met.add(guards, found)
-        self._economy.met(self._stats.calls, trial.clock())
+        self.economy.met(self._stats.calls, trial.clock())
         self._stats.standings.append(found.standing)
         return found
 
@@ -236,7 +236,7 @@ class SpecializationCache:
         if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
             return True
         runs, stats = specialization.standing.runs, self._stats
-        return self._economy.pays(runs, stats.launches, stats.calls, trial.clock())
+        return self.economy.pays(runs, stats.launches, stats.calls, trial.clock())
 
     @property
     def _steps_aside(self) -> bool:
@@ -320,7 +320,7 @@ class SpecializationCache:
         specialization.captured(program, native_program(program), tried)
         self._stats.captured(built)
         self._stats.waits = None
-        self._economy.captured(built.seconds)
+        self.economy.captured(built.seconds)
         group = self._holdings.add(specialization)
         self._tell_bytes()
         units: tuple[_Unit, ...] = group, specialization
@@ -377,7 +377,7 @@ class SpecializationCache:
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
         for budget in self._budgets:
             budget.cleared()
-        self._holdings, self._economy = Holdings(), Economy()
+        self._holdings, self.economy = Holdings(), Economy()
         self._stats.waits = None
         self.latest = None
         self._renew()

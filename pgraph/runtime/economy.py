@@ -77,6 +77,10 @@ class Economy:
         self._cost = statistics.median(self._costs)
         self._spent += seconds
 
+    def wasted(self, seconds: float) -> None:
+        """Time was spent on a size, and no capture came of it."""
+        self._spent += seconds
+
     def saves(self) -> float:
         """Seconds that a launch saves."""
         if not self._own or 2 * sum(self._behind) > len(self._behind):

@@ -84,6 +84,7 @@ class PartitionRunner:
         self._carries_tangents = options.codegen == "aten"  # Inductor's code never does
         self._short = False
         self._instead: Boxed | None = None
+        self.stats.met.labels = tuple(dimension.label for dimension in dimensions)
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._cache = SpecializationCache(driver, options, watched, sizes, self.stats)
         code = Code(plain, namespaces, constants, static, saved, joint)

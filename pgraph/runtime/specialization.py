@@ -125,6 +125,11 @@ class Specialization:
         if self.state is State.NOT_RUN:
             self.standing.state = State.WARMING_UP
 
+    def warmed(self) -> None:
+        """It need not run before it is launched."""
+        assert self.state is State.NOT_RUN, self.state
+        self.standing.state = State.WARMING_UP
+
     def due(self, warmup: int) -> bool:
         """Warm runs are done, at least one of them in this thread: library handles belong to threads."""
         if self.state is not State.WARMING_UP or self.standing.runs < warmup:

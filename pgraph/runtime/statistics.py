@@ -14,6 +14,7 @@ from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.runtime.functions import FunctionStats
+from pgraph.runtime.met import Met, SizesTold
 from pgraph.runtime.specialization import Standing, State
 from pgraph.text import amount
 
@@ -31,7 +32,8 @@ class PartitionStats:
     Args:
         name: e.g. ``"backward 1"``, or ``"forward 0, partition 2"``.
         facts: what was known when it was compiled.
-        captures: templates made (each from two recordings).
+        captures: templates made, captured or computed.
+        computed: those that were computed (Note [Computed recordings]).
         nodes: graph nodes over all templates.
         slots: words that are rebound, over all templates.
         chunks: of their plans.
@@ -44,6 +46,7 @@ class PartitionStats:
         splits: how often pgraph split this partition by itself; counted at the first of what became of it.
         split_s: seconds that these splits took, compilation included.
         standings: of its specializations.
+        met: the sizes that it met.
         waits: why some of them wait for a capture, although they have run often enough.
         gone: calls when its model was deleted, or Dynamo was reset; None before.
     """
@@ -51,6 +54,7 @@ class PartitionStats:
     name: str
     facts: PartitionFacts
     captures: int = 0
+    computed: int = 0
     nodes: int = 0
     slots: int = 0
     chunks: int = 0
@@ -63,6 +67,7 @@ class PartitionStats:
     splits: int = 0
     split_s: float = 0.0
     standings: list[Standing] = dataclasses.field(default_factory=list)
+    met: Met = dataclasses.field(default_factory=Met)
     waits: Reason | None = None
     gone: int | None = None
 
@@ -78,11 +83,29 @@ class PartitionStats:
 
     def at_present(self) -> PartitionStats:
         """A copy, which counts no further."""
-        return dataclasses.replace(self, standings=[copy.copy(standing) for standing in self.standings])
+        standings = [copy.copy(standing) for standing in self.standings]
+        return dataclasses.replace(self, standings=standings, met=self.met.at_present())
+
+    @property
+    def sizes(self) -> SizesTold | None:
+        """What became of its sizes; None if it met one at most."""
+        if len(self.met.sizes) < 2:
+            return None
+        return SizesTold(
+            met=len(self.met.sizes),
+            captured=self.captures - self.computed,
+            computed=self.computed,
+            refused=sum(standing.state is State.REFUSED for standing in self.standings),
+            exec_bytes=self.exec_bytes,
+            recipe_bytes=self.recipe_bytes,
+            obstacle=self.met.obstacle,
+            padding=self.met.padding(),
+        )
 
     def captured(self, built: Built) -> None:
         """Count a new template."""
         self.captures += 1
+        self.computed += built.computed
         self.nodes += len(built.template.nodes)
         self.slots += len(built.template.slots)
         self.chunks += len(built.recipes)
@@ -90,7 +113,8 @@ class PartitionStats:
 
     def forget_captures(self) -> None:
         """All of them were freed by a reset, as if there had been none."""
-        self.captures = self.nodes = self.slots = self.chunks = self.exec_bytes = self.recipe_bytes = 0
+        self.captures = self.computed = self.nodes = self.slots = self.chunks = 0
+        self.exec_bytes = self.recipe_bytes = 0
         self.capture_s = 0.0
 
     def give_up(self, reason: Reason) -> None:
@@ -146,7 +170,8 @@ class PartitionStats:
     def to_dict(self) -> dict[str, Any]:
         """Facts and counters as plain data."""
         counters = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del counters["facts"], counters["standings"], counters["waits"], counters["gone"]
+        for name in ("facts", "standings", "met", "waits", "gone"):
+            del counters[name]
         return {
             "name": counters.pop("name"),
             "kind": self.facts.graph.kind,
@@ -158,6 +183,7 @@ class PartitionStats:
             "device_ops": self.facts.device_ops,
             "ops": dict(self.facts.ops),
             **counters,
+            "sizes": dataclasses.asdict(self.sizes) if self.sizes is not None else None,
             "reasons": [dataclasses.asdict(reason) for reason in self.reasons],
         }
 
@@ -202,6 +228,10 @@ class Report:
     @property
     def captures(self) -> int:
         return self._sum("captures")
+
+    @property
+    def computed(self) -> int:
+        return self._sum("computed")
 
     @property
     def nodes(self) -> int:
@@ -253,7 +283,7 @@ class Report:
         """One line: captures and their time, nodes, slots, launches, rewritten nodes, refusals, splits,
         memory."""
         return (
-            f"pgraph: {_captures(self.captures, self.capture_s)}, {amount(self.nodes, 'node')}, "
+            f"pgraph: {_captures(self)}, {amount(self.nodes, 'node')}, "
             f"{amount(self.slots, 'slot')}, {amount(self.launches, 'launch')}, "
             f"{amount(self.rewritten_nodes, 'node')} rewritten, {amount(self.refused, 'refusal')}"
             f"{_of_splits(self.splits, self.split_s)}{_of_execs(self.exec_bytes)}"
@@ -263,6 +293,7 @@ class Report:
         """Totals and partitions as plain data, fit for `json.dumps`."""
         totals = (
             "captures",
+            "computed",
             "nodes",
             "slots",
             "launches",
@@ -316,16 +347,20 @@ class Report:
                 lines.append(f"  {name}: runs uncaptured{_of_splits(p.splits, p.split_s)}")
                 lines += [f"    {reason}" for reason in p.reasons]
                 continue
-            what = f"{_captures(p.captures, p.capture_s)}, {amount(p.nodes, 'node')} in "
+            what = f"{_captures(p)}, {amount(p.nodes, 'node')} in "
             what += f"{amount(p.chunks, 'chunk')}, {amount(p.slots, 'slot')}, "
             what += f"{amount(p.launches, 'launch')}, {amount(p.uncaptured_runs, 'uncaptured run')}"
             what += _of_splits(p.splits, p.split_s) + _of_execs(p.exec_bytes)
             lines.append("; ".join([f"  {name}: {what}", *map(str, p.reasons)]))
+            if p.sizes is not None:
+                lines.append(f"    {p.sizes}")
         return "\n".join(lines)
 
 
-def _captures(number: int, seconds: float) -> str:
-    return amount(number, "capture") + (f" in {seconds * 1e3:,.0f} ms" if number else "")
+def _captures(counts: PartitionStats | Report) -> str:
+    computed = f", {counts.computed} of them computed," if counts.computed else ""
+    took = f" in {counts.capture_s * 1e3:,.0f} ms" if counts.captures else ""
+    return f"{amount(counts.captures, 'capture')}{computed}{took}"
 
 
 def _of_splits(splits: int, seconds: float) -> str:

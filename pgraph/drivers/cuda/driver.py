@@ -29,16 +29,15 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
-import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
-from pgraph.drivers.cuda import snapshot, workspaces
+from pgraph.drivers.cuda import snapshot, triton, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.counts import NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
@@ -52,6 +51,7 @@ from pgraph.drivers.cuda.ghost import (
     unlimited,
 )
 from pgraph.drivers.cuda.graph import CudaGraph
+from pgraph.drivers.cuda.native import native_calls
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import read_nodes
 from pgraph.drivers.cuda.peaks import restore
@@ -61,7 +61,6 @@ from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
 from pgraph.errors import CaptureError, RecountError
 from pgraph.native import libraries
-from pgraph.native.libraries import address_of
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
 from pgraph.reasons import Reason
@@ -280,7 +279,15 @@ class CudaDriver(Driver):
         return torch.cuda.is_current_stream_capturing()
 
     def native_calls(self) -> NativeCalls | None:
-        return _native_calls(self.device.index)
+        return native_calls(self.device.index)
+
+    def kernel_names(self, namespace: Mapping[str, Any]) -> list[str]:
+        return triton.kernel_names(namespace)
+
+    def kernel_node(
+        self, kernel: Any, sample: NodeRecord, arguments: Sequence[Any]
+    ) -> tuple[NodeRecord, Sequence[tuple[int, int]]] | None:
+        return triton.kernel_node(kernel, sample, arguments)
 
     def mark(self) -> Passed:
         event = torch.cuda.current_stream(self.device).record_event()
@@ -363,35 +370,6 @@ def _history_too_short(found: int, made: int) -> Reason:
         "history-too-short",
         f"the allocator's history, which somebody has switched on, kept {found} of {made} allocations",
     )
-
-
-def _native_calls(index: int) -> NativeCalls | None:
-    """None where this torch lacks the shims (they came with 2.10)."""
-    try:
-        torch_cuda = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-        alloc = torch_cuda.aoti_torch_cuda_caching_allocator_raw_alloc
-        free = torch_cuda.aoti_torch_cuda_caching_allocator_raw_delete
-        capturing = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
-    except (OSError, AttributeError) as e:
-        log.info("no launches in C: %s", e)
-        return None
-    return NativeCalls(
-        empty=torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]  # no stub
-        current_stream=torch._C._cuda_getCurrentRawStream,
-        current_device=torch._C._cuda_getDevice,
-        index=index,
-        raw_alloc=address_of(alloc),
-        raw_free=address_of(free),
-        capturing=address_of(capturing),
-        failed=_launch_failed,
-        workspace=workspaces.address_of_current(),
-        no_workspace=workspaces.no_memory,
-        made_on=index,
-    )
-
-
-def _launch_failed(code: int) -> None:
-    _check((cu.CUresult(code),))
 
 
 def _clear_last_error() -> None:

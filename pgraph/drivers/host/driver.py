@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,9 @@ from pgraph.drivers.host.nodes import (
     as_copy,
     as_fill,
     encode,
+    kernel_node,
     kinds,
+    packed,
     refuse_mixed_norms,
     refuse_random,
 )
@@ -102,7 +103,7 @@ class HostSession(Session):
         for name, value in namespace.items():
             if name in ("empty_strided_cpu", "empty_strided"):
                 found[name] = empty_strided
-            elif name.startswith(("cpp_fused", "kernel_cpp")) and callable(value):
+            elif _is_kernel(name, value):
                 found[name] = self._kernel_recorder(name, value)
         return found
 
@@ -130,7 +131,7 @@ class HostSession(Session):
             self._join(self._aside)
         self._record(op, args, kwargs, fresh, positions)
         if op.overloadpacket.__name__ in fault.active().aside:
-            self._set_aside(fresh)
+            self._set_aside([*fresh, *_written(op, args, kwargs)])
         return out
 
     # -- recording --------------------------------------------------------------------------
@@ -219,19 +220,19 @@ class HostSession(Session):
         return words
 
     def _add(self, kind: Any, name: str, header: tuple[Any, ...], words: list[int]) -> None:
-        packed = _packed(words)
+        params = packed(words)
         self._join([i for i, ranges in self._aside.items() if _names(words, ranges)])
         self._edges += [(before, len(self._nodes)) for before in self._tail]
         self._tail = (len(self._nodes),)
         codes = header[1] if kind == "kernel" and header[0] is not TABLE else ()
         layout = tuple(code[:2] for code in codes if code[0] != "value")
-        self._nodes.append(NodeRecord(kind, name, header, packed, (), self._kept(kind, name, words), layout))
+        self._nodes.append(NodeRecord(kind, name, header, params, (), self._kept(kind, name, words), layout))
 
     def _kept(self, kind: Any, name: str, words: list[int]) -> tuple[Any, ...] | bytes:
         """What an exec keeps of it (`NodeRecord`)."""
         if kind == "kernel":
             return (fault.active().cluster(name, words),)
-        return _packed([0 if i == (1 if kind == "memset" else 2) else w for i, w in enumerate(words)])
+        return packed([0 if i == (1 if kind == "memset" else 2) else w for i, w in enumerate(words)])
 
     # -- forks ------------------------------------------------------------------------------
 
@@ -248,8 +249,15 @@ class HostSession(Session):
             self._aside.pop(node, None)
 
 
-def _packed(words: Sequence[int]) -> bytes:
-    return struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that the op writes into."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    into = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [given[name] for name in into if isinstance(given.get(name), torch.Tensor)]
+
+
+def _is_kernel(name: str, value: Any) -> bool:
+    return name.startswith(("cpp_fused", "kernel_cpp")) and callable(value)
 
 
 def _names(words: Sequence[int], ranges: Sequence[tuple[int, int]]) -> bool:
@@ -293,6 +301,14 @@ class HostDriver(Driver):
     ) -> Recipe:
         assert isinstance(exec, HostExec)
         return HostRecipe(exec, nodes[first:last], slots_of(slots, first, last), first)
+
+    def kernel_names(self, namespace: Mapping[str, Any]) -> list[str]:
+        return [name for name, value in namespace.items() if _is_kernel(name, value)]
+
+    def kernel_node(
+        self, kernel: Any, sample: NodeRecord, arguments: Sequence[Any]
+    ) -> tuple[NodeRecord, Sequence[tuple[int, int]]] | None:
+        return kernel_node(kernel, sample, arguments)
 
     def framework_ranges(self) -> RangeMap | None:
         fault.active().reach("match")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compat import lazily
+from pgraph.drivers.host import faults as fault
 from pgraph.drivers.interface import extent
+from pgraph.drivers.operands import Operand
 from pgraph.errors import CaptureError, DriverError
 from pgraph.reasons import Reason
 from pgraph.template.recording import NodeRecord
@@ -23,7 +26,9 @@ __all__ = [
     "as_copy",
     "as_fill",
     "encode",
+    "kernel_node",
     "kinds",
+    "packed",
     "refuse_mixed_norms",
     "refuse_random",
     "run",
@@ -106,6 +111,37 @@ def encode(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         else:
             codes.append(("value", leaf))
     return tuple(codes), words
+
+
+def kernel_node(
+    kernel: Any, sample: NodeRecord, arguments: Sequence[Any]
+) -> tuple[NodeRecord, list[tuple[int, int]]] | None:
+    """See `pgraph.drivers.interface.Driver.kernel_node`."""
+    if sample.kind != "kernel" or len(sample.header) != 2 or sample.header[0] != KernelCall(kernel):
+        return None
+    codes = sample.header[1]
+    words: list[int] = []
+    addresses: list[tuple[int, int]] = []
+    if len(codes) != len(arguments):
+        return None
+    for at, (code, value) in enumerate(zip(codes, arguments, strict=True)):
+        if isinstance(value, Operand):
+            if code != ("tensor", len(value.size), value.dtype, False, False):
+                return None
+            addresses.append((8 * len(words), at))
+            words += [value.address, *value.size, *value.stride, value.offset]
+        else:
+            mine, more = encode([value])
+            if mine != (code,):
+                return None
+            words += more
+    kept = (fault.active().cluster(sample.name, words),)
+    return dataclasses.replace(sample, params=packed(words), kept=kept), addresses
+
+
+def packed(words: Sequence[int]) -> bytes:
+    """As parameters of a node."""
+    return struct.pack(f"={len(words)}Q", *(w & 0xFFFFFFFFFFFFFFFF for w in words))
 
 
 def kinds(codes: Sequence[Any]) -> list[str]:

@@ -1,0 +1,137 @@
+"""Whether a computed recording is the captured one, byte for byte.
+
+Pure logic: recordings in, a difference out; no torch, no CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+
+from pgraph.template.recording import NodeRecord, OutputSpec, Recording
+from pgraph.template.template import Slot
+
+__all__ = ["Loose", "difference", "kind_of", "loose_words"]
+
+
+Loose = Mapping[Hashable, AbstractSet[int]]
+"""By kernel (`kind_of`): bytes at which a word begins that is padding, as two captures of one call showed."""
+
+
+def kind_of(node: NodeRecord) -> Hashable:
+    """What nodes have in common whose parameters are laid out alike."""
+    return node.kind, node.name, node.layout, len(node.params)
+
+
+def loose_words(first: NodeRecord, second: NodeRecord, addresses: AbstractSet[int]) -> set[int]:
+    """Where two captures of one call differ, and no address is."""
+    pairs = zip(_words(first.params), _words(second.params), strict=True)
+    return {8 * i for i, (a, b) in enumerate(pairs) if a != b} - addresses
+
+
+def difference(
+    computed: Recording,
+    slots: Sequence[Slot],
+    captured: Recording,
+    proved: Sequence[Slot],
+    loose: Loose = MappingProxyType({}),
+) -> str | None:
+    """The first thing in which they differ; None if a launch of the one does all that one of the other does.
+
+    Addresses are no difference: of each word that is one, the region and the distance from its start count.
+    A library's workspace is numbered last, whenever it came: it has the same address all along.
+
+    Args:
+        slots: of the computed one.
+        proved: of the captured one.
+        loose: words that are not compared.
+    """
+    computed, slots = _workspaces_last(computed, slots)
+    captured, proved = _workspaces_last(captured, proved)
+    if len(computed.nodes) != len(captured.nodes):
+        return f"{len(computed.nodes)} nodes, {len(captured.nodes)} were captured"
+    if computed.order != captured.order:
+        return "the nodes wait for others"
+    mine, theirs = set(slots), set(proved)
+    if mine != theirs:
+        return f"slots differ: {min(mine ^ theirs, key=lambda s: (s.node, s.offset))}"
+    words: dict[int, list[int]] = {}
+    for slot in slots:
+        words.setdefault(slot.node, []).append(slot.offset)
+    for i, (a, b) in enumerate(zip(computed.nodes, captured.nodes, strict=True)):
+        ignored = {*words.get(i, ()), *loose.get(kind_of(b), ())}
+        if (told := _of_nodes(a, b, words.get(i, []), ignored)) is not None:
+            return f"node {i}: {told}"
+    lives = [
+        [(a.nbytes, *((None, None) if a.library else (a.birth, a.death))) for a in recording.allocations]
+        for recording in (computed, captured)
+    ]
+    if lives[0] != lives[1]:
+        at = next((i for i, (a, b) in enumerate(zip(*lives, strict=False)) if a != b), min(map(len, lives)))
+        return f"allocation {at} differs: " + ", ".join(str(life[at : at + 1]) for life in lives)
+    if computed.n_inputs != captured.n_inputs:
+        return f"{computed.n_inputs} inputs, {captured.n_inputs} were captured"
+    if len(computed.outputs) != len(captured.outputs):
+        return f"{len(computed.outputs)} results, {len(captured.outputs)} were captured"
+    for i, (one, other) in enumerate(zip(computed.outputs, captured.outputs, strict=True)):
+        if not _same_result(one, other):
+            return f"result {i} is {one}, captured {other}"
+    return "steps differ" if computed.steps != captured.steps else None
+
+
+def _workspaces_last(recording: Recording, slots: Sequence[Slot]) -> tuple[Recording, Sequence[Slot]]:
+    """Libraries' workspaces that a node names come last; the others go."""
+    allocations = recording.allocations
+    named = {slot.region for slot in slots}
+    order = [i for i, a in enumerate(allocations) if not a.library]
+    order += [i for i, a in enumerate(allocations) if a.library and i in named]
+    if order == list(range(len(allocations))):
+        return recording, slots
+    place = {region: i for i, region in enumerate(order)}
+    outputs = tuple(
+        o if o.region is None else dataclasses.replace(o, region=place[o.region]) for o in recording.outputs
+    )
+    moved = tuple(allocations[i] for i in order)
+    found = [dataclasses.replace(slot, region=place[slot.region]) for slot in slots]
+    return dataclasses.replace(recording, allocations=moved, outputs=outputs), found
+
+
+def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
+    """Of a constant that nobody reads, only that it is one."""
+    if a.unread and b.unread:
+        return True
+    if type(a.constant) is not type(b.constant):
+        return False
+    kinds = (dataclasses.replace(spec, constant=None) for spec in (a, b))
+    # A tensor is the same only if it is that very object: its values may be anywhere.
+    plain = isinstance(a.constant, bool | int | float | complex | str | None)
+    return next(kinds) == next(kinds) and (a.constant == b.constant if plain else a.constant is b.constant)
+
+
+def _of_nodes(
+    a: NodeRecord, b: NodeRecord, addresses: Sequence[int], ignored: AbstractSet[int]
+) -> str | None:
+    if (a.kind, a.name, a.header, a.structs, a.layout) != (b.kind, b.name, b.header, b.structs, b.layout):
+        return f"{a.kind} {a.name} {a.header}, captured {b.kind} {b.name} {b.header}"
+    if len(a.params) != len(b.params):
+        return f"{a.name}: {len(a.params)} bytes of parameters, captured {len(b.params)}"
+    for i, (x, y) in enumerate(zip(_words(a.params), _words(b.params), strict=True)):
+        if x != y and 8 * i not in ignored:
+            return f"{a.name}: byte {8 * i} of the parameters is {x:#x}, captured {y:#x}"
+    kept = [_without(n.kept, addresses) if isinstance(n.kept, bytes) else n.kept for n in (a, b)]
+    return f"{a.name}: what an exec keeps differs" if kept[0] != kept[1] else None
+
+
+def _words(params: bytes) -> tuple[int, ...]:
+    return struct.unpack_from(f"={len(params) // 8}Q", params)
+
+
+def _without(params: bytes, addresses: Sequence[int]) -> bytes:
+    """Zeros in the place of addresses."""
+    found = bytearray(params)
+    for offset in addresses:
+        found[offset : offset + 8] = bytes(8)
+    return bytes(found)

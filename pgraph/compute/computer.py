@@ -1,0 +1,185 @@
+"""When a partition's recordings are computed: after three captures that came out as computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
+
+from pgraph import compat
+from pgraph.compute.compare import difference
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.sites import LibraryCall, Sites
+from pgraph.compute.trace import traced
+from pgraph.drivers.interface import Driver
+from pgraph.template.recording import NodeRecord, Recording
+from pgraph.template.template import Slot
+
+__all__ = ["Computer"]
+
+log = logging.getLogger(__name__)
+
+_ENOUGH: Final = 3
+"""Captures that must have come out as computed: two to see a number vary, and one to be sure."""
+
+_ROUNDS: Final = 16
+"""In one go all library calls are recorded, unless the layout of a result is not known before."""
+
+_ALIGNED: Final = 16
+"""Bytes. Inductor's code makes copies of inputs that are aligned to less."""
+
+
+class Computer:
+    """Of one partition. Called with its lock and the driver's capture lock held.
+
+    Sizes are computed that lie where captures were compared: each number that the code depends on must have
+    had this value, or `_ENOUGH` others. And the inputs must be aligned as they were.
+
+    Args:
+        driver: where the partition is captured.
+        code: the partition's code; takes one list and empties it.
+        checking: nothing is computed; each further capture is compared with what would have been.
+    """
+
+    def __init__(self, driver: Driver, code: Any, *, checking: bool = False) -> None:
+        self._driver = driver
+        self._code = compat.generated_code(code)
+        self._checking = checking
+        self._script: Script | None = None
+        self._hopeless: str | None = None if self._code is not None else "the code is not Inductor's alone"
+        self._samples: dict[int, NodeRecord] = {}  # of generated kernels, by their numbers
+        self._seen: list[set[int]] = []  # for each number among the arguments: values that were compared
+        self._aligned: set[tuple[int, ...]] = set()
+        self._compared = self._captures = 0
+        self._threads: set[int] = set()  # that have captured: library handles belong to threads
+        self._sites = Sites(driver)
+        self._settings: dict[Hashable, int] = {}  # each has a number
+        self._types: dict[int, Any] = {}  # of results of library calls
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing is computed, and never will be."""
+        return self._hopeless
+
+    def covers(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
+        """Whether these arguments are computed, by all that is known before it is tried."""
+        if self._checking or threading.get_ident() not in self._threads:
+            return False
+        return self._compared_enough(inputs, alignments)
+
+    def recording(self, inputs: Sequence[Any], alignments: Sequence[int]) -> Proved | None:
+        """The recording that a capture of these arguments would make, and its slots; None if that has to be
+        captured to be known.
+        """
+        script = self._script
+        if script is None or not self.covers(inputs, alignments):
+            return None
+        try:
+            return self._evaluated(script, inputs, alignments, self._node)
+        except NotComputableError as e:
+            log.debug("not computed: %s", e)
+        except Exception as e:  # whatever it was: a capture does without
+            log.debug("computing failed", exc_info=True)
+            self._give_up(f"{type(e).__name__}: {e}")
+        return None
+
+    def learn(
+        self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
+    ) -> None:
+        """Compare a capture with what is computed for the same arguments."""
+        self._captures += 1
+        self._threads.add(threading.get_ident())
+        done = not self._checking and self._compared_enough(inputs, alignments)
+        # One capture may stay the only one.
+        if self._hopeless is not None or self._captures == 1 or done:
+            return
+        try:
+            self._compare(recording, slots, inputs, alignments)
+        except NotComputableError as e:
+            log.debug("not computed: %s", e)
+            if not self._compared:  # else another size may do
+                self._give_up(str(e))
+        except Exception as e:
+            log.debug("computing failed", exc_info=True)
+            self._give_up(f"{type(e).__name__}: {e}")
+
+    def _compare(
+        self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
+    ) -> None:
+        if min(alignments, default=_ALIGNED) < _ALIGNED:
+            raise NotComputableError("an input is aligned to less than 16 bytes, and copied perhaps")
+        if self._script is None:
+            assert self._code is not None
+            self._script = traced(self._code, inputs, self._driver.device, self._driver.kernel_names)
+            self._seen = [set() for _ in self._script.tape.arguments]
+
+        def node(position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
+            if position < len(recording.nodes):
+                self._samples.setdefault(event.number, recording.nodes[position])
+            return self._node(position, event, arguments)
+
+        computed, found = self._evaluated(self._script, inputs, alignments, node)
+        told = difference(computed, found, recording, slots, self._sites.padding)
+        if told is not None:
+            trusted = self._checking and self._compared >= _ENOUGH
+            log.log(
+                logging.ERROR if trusted else logging.DEBUG,
+                "a computed recording is not the captured one: %s",
+                told,
+            )
+            self._give_up(f"a computed recording is not the captured one: {told}")
+            return
+        self._compared += 1
+        for position, seen in zip(self._script.tape.arguments, self._seen, strict=True):
+            seen.add(inputs[position])
+        self._aligned.add(tuple(alignments))
+
+    def _give_up(self, reason: str) -> None:
+        log.debug("sizes are captured, never computed: %s", reason)
+        self._hopeless, self._script = reason, None
+        self._samples.clear()
+        self._sites = Sites(self._driver)
+
+    def _compared_enough(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
+        if self._compared < _ENOUGH or self._script is None or tuple(alignments) not in self._aligned:
+            return False
+        pairs = zip(self._script.tape.arguments, self._seen, strict=True)
+        return all(inputs[position] in seen or len(seen) >= _ENOUGH for position, seen in pairs)
+
+    def _node(self, position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
+        sample = self._samples.get(event.number)
+        made = self._driver.kernel_node(event.kernel, sample, arguments) if sample is not None else None
+        if made is None:
+            raise NotComputableError(f"{event.name} is launched in a way that cannot be computed")
+        return made
+
+    def _evaluated(
+        self, script: Script, inputs: Sequence[Any], alignments: Sequence[int], node: Any
+    ) -> Proved:
+        """What a script gives; library calls that were not known are recorded.
+
+        Raises:
+            NotComputableError: see `evaluate`.
+        """
+        told = compat.library_settings()
+        settings = self._settings.setdefault(told, len(self._settings))
+        missing: list[LibraryCall] = []
+
+        def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+            call = LibraryCall(event, tuple(arguments), settings)
+            found = self._sites.get(call)
+            if found is None:
+                missing.append(call)
+            return found
+
+        tools = Tools(node, site, self._types)
+        for _ in range(_ROUNDS):
+            found = evaluate(script, inputs, alignments, tools)
+            if found is not None:
+                return found
+            self._sites.record(missing)
+            missing.clear()
+        raise NotComputableError("library calls depend on one another in ways that cannot be told")

@@ -1,0 +1,9 @@
+"""Why a recording cannot be computed. It never reaches the user as an error: the size is captured instead."""
+
+from __future__ import annotations
+
+__all__ = ["NotComputableError"]
+
+
+class NotComputableError(Exception):
+    """The text says what is in the way."""

@@ -1,0 +1,282 @@
+"""Library calls, each recorded once for all that its kernels may depend on."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pgraph.capture.record import record
+from pgraph.compute.compare import kind_of, loose_words
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.evaluate import Proved
+from pgraph.compute.script import Call
+from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
+from pgraph.drivers.operands import Operand
+from pgraph.errors import CaptureError, MatchError, RecountError
+from pgraph.template.match import match
+from pgraph.template.proofs import Proofs
+from pgraph.template.ranges import RangeMap
+from pgraph.template.recording import Recording
+from pgraph.template.template import Slot, slots_of
+from pgraph.template.topology import chain
+
+__all__ = ["LibraryCall", "Sites"]
+
+_MOST: Final = 1024
+"""Calls that are remembered, of a few nodes each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LibraryCall:
+    """A call of a library.
+
+    Args:
+        event: of the script.
+        arguments: an `Operand` for each tensor of the device, or a value.
+        settings: a number for those of libraries (`pgraph.compat.library_settings`).
+    """
+
+    event: Call
+    arguments: tuple[Any, ...]
+    settings: int
+
+    def key(self) -> Hashable:
+        """Equal for calls of one script that record the same nodes, but for addresses."""
+        return self.event.kind, tuple(map(_likeness, self.arguments)), self.settings
+
+    @property
+    def operands(self) -> list[Operand]:
+        """The tensors among its arguments."""
+        return [a for a in self.arguments if isinstance(a, Operand)]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Call; the results that are none of the arguments."""
+        given, at = list(self.arguments), iter(tensors)
+        given = [next(at) if isinstance(a, Operand) else a for a in given]
+        args, options = tree_unflatten(given, self.event.spec)
+        known = {id(value) for value in given if isinstance(value, torch.Tensor)}
+        return [r for r in tree_flatten(self.event.function(*args, **options))[0] if id(r) not in known]
+
+
+class Sites:
+    """Of one partition. Called with the driver's capture lock held.
+
+    Attributes:
+        padding: words of kernels' parameters that nobody initialises.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._known: OrderedDict[Hashable, Proved] = OrderedDict()
+        self._proofs: dict[int, Proofs] = {}
+        self.padding: dict[Hashable, set[int]] = {}
+
+    def get(self, call: LibraryCall) -> Proved | None:
+        """The recording of a call; None if there is none yet."""
+        key = call.key()
+        found = self._known.get(key)
+        if found is not None:
+            self._known.move_to_end(key)
+        return found
+
+    def record(self, calls: Sequence[LibraryCall]) -> None:
+        """Record calls, all in one capture, or in two where the first is not proof enough
+        (Note [Proved by another size] in `pgraph.template.proofs`).
+
+        Raises:
+            NotComputableError: one of them cannot be recorded by itself.
+        """
+        distinct = list({call.key(): call for call in calls}.items())
+        for attempt in range(2):
+            try:
+                found = self._recorded([call for _, call in distinct])
+                break
+            except RecountError:
+                if attempt:
+                    raise
+            except (CaptureError, MatchError) as e:
+                raise NotComputableError(f"a library call cannot be recorded by itself: {e.reason}") from None
+        for (key, _), proved in zip(distinct, found, strict=True):
+            self._known[key] = proved
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+
+    def _recorded(self, calls: Sequence[LibraryCall]) -> list[Proved]:
+        driver = self._driver
+        operands = [operand for call in calls for operand in call.operands]
+        aligned = [_alignment(operand.address) for operand in operands]
+        with contextlib.ExitStack() as arenas:
+            one = arenas.enter_context(driver.arena(0))
+            inputs = [_tensor(one, operand) for operand in operands]
+            capture = functools.partial(_capture, driver, calls=calls, inputs=inputs, aligned=aligned)
+            first, cuts, results = capture(one)
+            slices = _slices(first, calls, cuts, results)
+            framework, constants = driver.framework_ranges(), _constants(calls)
+            known = [self._proofs.setdefault(call.event.kind, Proofs()) for call in calls]
+            proved = [
+                proofs.slots(part.recording, framework, constants)
+                for proofs, part in zip(known, slices, strict=True)
+            ]
+            certain = [slots for slots in proved if slots is not None]
+            if len(certain) < len(slices):
+                second, *_ = capture(arenas.enter_context(driver.arena(1)), like=first.ops)
+                workspaces = driver.workspaces()
+                slots = match(first, second, framework=framework, workspaces=workspaces, constants=constants)
+                certain = [part.own(slots) for part in slices]
+                for proofs, part, mine in zip(known, slices, certain, strict=True):
+                    proofs.add(part.recording, mine)
+                self._note_padding(first, second, slots)
+        return [(part.recording, mine) for part, mine in zip(slices, certain, strict=True)]
+
+    def _note_padding(self, first: Recording, second: Recording, slots: Sequence[Slot]) -> None:
+        addresses: dict[int, set[int]] = {}
+        for slot in slots:
+            addresses.setdefault(slot.node, set()).add(slot.offset)
+        for i, (a, b) in enumerate(zip(first.nodes, second.nodes, strict=True)):
+            if found := loose_words(a, b, addresses.get(i, set())):
+                self.padding.setdefault(kind_of(a), set()).update(found)
+
+
+def _capture(
+    driver: Driver,
+    arena: Arena,
+    *,
+    calls: Sequence[LibraryCall],
+    inputs: Sequence[torch.Tensor],
+    aligned: Sequence[int],
+    like: Sequence[Any] = (),
+) -> tuple[Recording, list[int], list[int]]:
+    """All calls in one recording; the count of nodes before each and after the last; results of each."""
+    cuts: list[int] = []
+    counts: list[int] = []
+    counters: list[Callable[[], int]] = []
+
+    def run(tensors: list[Any]) -> list[Any]:
+        cuts.clear()
+        counts.clear()
+        results: list[Any] = []
+        for call in calls:
+            mine = [tensors.pop(0) for _ in call.operands]
+            cuts.append(counters[0]())
+            made = call.run(mine)
+            counts.append(len(made))
+            results += made
+        cuts.append(counters[0]())
+        return results
+
+    found = record(
+        driver, arena, run, inputs, aligned, like=like, with_kept=not like, counting=counters.append
+    )
+    return found, cuts, counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slice:
+    """One call of a recording of several.
+
+    Args:
+        recording: of this call alone.
+        regions: number in the whole of each of its regions.
+        first, end: its nodes in the whole.
+    """
+
+    recording: Recording
+    regions: dict[int, int]
+    first: int
+    end: int
+
+    def own(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+        """Its slots, of those of the whole.
+
+        Raises:
+            NotComputableError: it takes something of another call.
+        """
+        try:
+            return tuple(
+                Slot(slot.node - self.first, slot.offset, self.regions[slot.region], slot.delta)
+                for slot in slots_of(slots, self.first, self.end)
+            )
+        except KeyError:
+            raise NotComputableError("a library call uses memory of another one") from None
+
+
+def _slices(
+    whole: Recording, calls: Sequence[LibraryCall], cuts: Sequence[int], counts: Sequence[int]
+) -> list[_Slice]:
+    if not whole.order.is_chain:
+        raise NotComputableError("a library call runs on several streams")
+    libraries = [i for i, a in enumerate(whole.allocations) if a.library]
+    taken = list(accumulate((len(call.operands) for call in calls), initial=0))
+    returned = list(accumulate(counts, initial=0))
+    made = range(whole.n_inputs, len(whole.allocations))
+    found = []
+    for at, (first, end) in enumerate(pairwise(cuts)):
+        if end == first:
+            raise NotComputableError(f"{calls[at].event.function} records nothing")
+        born = [i for i in made if first <= whole.allocations[i].birth < end and i not in libraries]
+        # A library's workspace came with the first call that used the library.
+        mine = [*range(taken[at], taken[at + 1]), *born, *libraries]
+        regions = {region: i for i, region in enumerate(mine)}
+        n_inputs = taken[at + 1] - taken[at]
+        allocations = tuple(
+            dataclasses.replace(
+                a := whole.allocations[region],
+                birth=max(a.birth - first, 0),
+                death=min(a.death, end) - first if a.death is not None and i >= n_inputs else None,
+            )
+            for i, region in enumerate(mine)
+        )
+        outputs = []
+        for output in whole.outputs[returned[at] : returned[at + 1]]:
+            if output.region is not None:
+                output = dataclasses.replace(output, region=regions[output.region])
+            elif output.input is not None:
+                raise NotComputableError(f"{calls[at].event.function} returns an argument")
+            outputs.append(output)
+        steps = whole.steps[bisect.bisect_left(whole.steps, first) : bisect.bisect_right(whole.steps, end)]
+        recording = Recording(
+            whole.nodes[first:end],
+            chain(end - first),
+            allocations,
+            n_inputs,
+            tuple(outputs),
+            whole.ghost_range,
+            None,
+            steps=tuple(step - first for step in steps),
+        )
+        found.append(_Slice(recording, regions, first, end))
+    return found
+
+
+def _constants(calls: Sequence[LibraryCall]) -> RangeMap:
+    """Memory of tensors that the code holds."""
+    held = [a.untyped_storage() for call in calls for a in call.arguments if isinstance(a, torch.Tensor)]
+    return RangeMap(sorted({(storage.data_ptr(), storage.nbytes(), 0) for storage in held}))
+
+
+def _tensor(arena: Arena, operand: Operand) -> torch.Tensor:
+    """A tensor of the same layout, to be aliased by a ghost: its own address does not matter."""
+    address = arena.low + ALIGNMENT + operand.offset * operand.dtype.itemsize
+    return arena.tensor(address, operand.size, operand.stride, operand.dtype, operand.offset)
+
+
+def _alignment(address: int) -> int:
+    return min(address & -address, ALIGNMENT)
+
+
+def _likeness(value: Any) -> Hashable:
+    """All of an argument that kernels may depend on."""
+    if isinstance(value, Operand):
+        return value.size, value.stride, value.dtype, _alignment(value.address), value.offset
+    if isinstance(value, torch.Tensor):  # a constant of the code
+        return id(value), value.data_ptr(), tuple(value.size()), tuple(value.stride()), value.dtype
+    return type(value), str(value) if isinstance(value, float | complex) else value  # -0.0 == 0.0

@@ -1,0 +1,296 @@
+"""A partition's generated code, run on stand-ins: what it does for whatever sizes.
+
+Note [Computed recordings]
+A capture of a new size tells what is known but for numbers: the generated code does the same for all sizes.
+So that code runs once, on stand-ins for its tensors and on numbers that remember how they were computed
+(`pgraph.compute.tape`). Nothing is allocated, launched or patched: the code runs as a function of its own
+whose globals are stand-ins, too. What it did is a script. For a new size
+
+* the tape gives the sizes, strides, offsets and counts anew, if every comparison comes out as before;
+* a generated kernel's node is the one that was captured, with this call's arguments and grid
+  (`Driver.kernel_node`);
+* a library chooses kernels by sizes in ways that nobody can compute. So its calls are recorded, each once for
+  the sizes, strides, alignments and settings that it may depend on (`pgraph.compute.sites`). Layers with the
+  same sizes share a recording.
+
+Nothing of that is believed before it was seen: what the script gives for sizes that were captured must be
+equal to the captures, byte for byte, three times (`pgraph.compute.computer`). Words are never fitted to
+sizes: magic divisors, tile thresholds and alignment flags would pass any such fit. Where the code does
+something that has no stand-in, sizes go on being captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_flatten
+
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.script import Call, Check, Drop, Event, Figure, Make, Place, Run, Script
+from pgraph.compute.tape import Number, Tape
+
+__all__ = ["traced"]
+
+_ALLOCATORS: Final = ("empty_strided_cpu", "empty_strided_cuda", "empty_strided")
+# The last two: from 2.15 on.
+_SAME_NAME: Final = (
+    *("reinterpret_tensor", "assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata"),
+)
+_PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+
+
+class _Stand:
+    """In a tensor's place."""
+
+    __slots__ = ("dtype", "place", "trace")
+
+    def __init__(self, trace: _Trace, place: Place, dtype: Any) -> None:
+        self.trace, self.place, self.dtype = trace, place, dtype
+        trace.held[place.memory] += 1
+
+    def __del__(self) -> None:
+        self.trace.released(self.place.memory)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotComputableError(f"the generated code asks a tensor for its {name}")
+
+
+class _Trace:
+    """One run under way."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.events: list[Event] = []
+        self.held: list[int] = []
+        self.kinds: dict[Any, int] = {}  # of calls
+        self.open = True
+
+    def stand(self, place: Place, dtype: Any) -> _Stand:
+        return _Stand(self, place, dtype)
+
+    def memory(self) -> int:
+        self.held.append(0)
+        return len(self.held) - 1
+
+    def released(self, memory: int) -> None:
+        self.held[memory] -= 1
+        if not self.held[memory] and self.open:
+            self.events.append(Drop(memory))
+
+    def numbers(self, values: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(map(self.tape.index, values))
+
+    # -- what stands for names of the generated module ----------------------------------------
+
+    def empty_strided(self, size: Sequence[Any], stride: Sequence[Any], dtype: Any) -> _Stand:
+        memory = self.memory()
+        self.events.append(Make(memory, self.numbers(size), self.numbers(stride), dtype))
+        return self.stand(Place(memory), dtype)
+
+    def reinterpret_tensor(self, base: Any, size: Any, stride: Any, offset: Any = 0) -> _Stand:
+        if not isinstance(base, _Stand):
+            raise NotComputableError("a view of a constant")
+        further = self.tape.index(offset)
+        if base.place.offset is not None:
+            further = self.tape.compute("+", *map(self._number, (base.place.offset, further))).place
+        place = Place(base.place.memory, self.numbers(size), self.numbers(stride), further)
+        return self.stand(place, base.dtype)
+
+    def _number(self, place: int) -> Number:
+        return Number(self.tape, place)
+
+    def assert_size_stride(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
+        if isinstance(tensor, _Stand):
+            self.events.append(Check(tensor.place, self.numbers(size), self.numbers(stride)))
+
+    def assert_size_stride_grouped(self, tensors: Any, sizes: Any, strides: Any, *_: Any) -> None:
+        for tensor, size, stride in zip(tensors, sizes, strides, strict=True):
+            self.assert_size_stride(tensor, size, stride)
+
+    def assert_tensor_metadata(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
+        self.assert_size_stride(tensor, size, stride)
+
+    def kernel(self, name: str, kernel: Any) -> Callable[..., None]:
+        def run(*arguments: Any, **options: Any) -> None:
+            unknown = options.keys() - {"stream"}
+            if unknown:
+                raise NotComputableError(f"{name} is launched with {', '.join(sorted(unknown))}")
+            number = sum(isinstance(event, Run) for event in self.events)
+            self.events.append(Run(number, name, kernel, tuple(map(self.leaf, arguments))))
+
+        return run
+
+    def call(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A call of a library; what its results stand for."""
+        leaves, spec = tree_flatten((arguments, options))
+        known = tuple(map(self.leaf, leaves))
+        given = _returned_arguments(function, arguments, options)
+        memories = tuple(self.memory() for result in given if result is None)
+        kind = self.kinds.setdefault((function, spec), len(self.kinds))
+        self.events.append(Call(kind, function, known, spec, memories))
+        new = iter(memories)
+        results = tuple(self.stand(Place(next(new)), None) if result is None else result for result in given)
+        return results[0] if len(results) == 1 else results or None
+
+    def leaf(self, value: Any) -> Any:
+        if isinstance(value, _Stand):
+            return value.place
+        if isinstance(value, Number):
+            return Figure(value.place)
+        if isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
+            return value
+        if isinstance(value, torch.device):
+            return value
+        raise NotComputableError(f"an argument of type {type(value).__name__}")
+
+
+def _returned_arguments(function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
+    """For each result the argument that it is; None for what is made anew."""
+    if isinstance(function, OpOverloadPacket):
+        raise NotComputableError(f"which overload of {function} is called is not known")
+    if not isinstance(function, OpOverload):
+        out = options.get("out")
+        if out is not None and not isinstance(out, _Stand):
+            raise NotComputableError(f"{function} writes into {type(out).__name__}")
+        return [out]
+    found: list[Any] = []
+    schema = function._schema
+    for result in schema.returns:
+        if not isinstance(result.type, torch.TensorType):
+            raise NotComputableError(f"{schema.name} returns {result.type}")
+        if result.alias_info is None:
+            found.append(None)
+            continue
+        names = result.alias_info.before_set
+        at = next(
+            (
+                i
+                for i, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.before_set & names
+            ),
+            None,
+        )
+        if at is None or not result.alias_info.is_write:
+            raise NotComputableError(f"{schema.name} returns a view")
+        found.append(arguments[at] if at < len(arguments) else options.get(schema.arguments[at].name))
+    return found
+
+
+class _Names:
+    """In the place of a module or of a namespace of ops."""
+
+    def __init__(self, trace: _Trace, real: Any) -> None:
+        self._trace, self._real = trace, real
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._real, name)
+        if real is torch.cuda._DeviceGuard or real is torch.cuda.set_device:
+            return lambda *_: contextlib.nullcontext()
+        if isinstance(real, _PLAIN):
+            return real
+        return (_Function if callable(real) else _Names)(self._trace, real)
+
+
+class _Function(_Names):
+    """In the place of a function or of an op."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._trace.call(self._real, arguments, options)
+
+
+def traced(
+    code: types.FunctionType | types.MethodType,
+    arguments: Sequence[Any],
+    device: torch.device,
+    kernels: Callable[[Mapping[str, Any]], Sequence[str]],
+) -> Script:
+    """What generated code does.
+
+    Args:
+        code: a function in a generated module; takes one list and empties it.
+        arguments: of one call; of tensors only the type is read, and whether they are on the device.
+        device: whose tensors count.
+        kernels: tells the names of generated kernels among the globals of a module.
+
+    Raises:
+        NotComputableError: it does something that has no stand-in.
+    """
+    trace = _Trace()
+    function = code.__func__ if isinstance(code, types.MethodType) else code
+    namespace = dict(function.__globals__)
+    namespace |= _stand_ins(trace, namespace, kernels(namespace))
+    inputs = tuple(i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.device == device)
+    given: list[Any] = []
+    for i, value in enumerate(arguments):
+        if i in inputs:
+            given.append(trace.stand(Place(trace.memory()), value.dtype))
+        elif type(value) is int:
+            given.append(trace.tape.argument(i, value))
+        else:
+            given.append(value)
+    run = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)
+    try:
+        results = run(code.__self__, given) if isinstance(code, types.MethodType) else run(given)
+        results = tuple(results)
+        given.clear()
+        leaves = tuple(map(trace.leaf, results))
+    except NotComputableError:
+        raise
+    except Exception as e:
+        raise NotComputableError(f"{type(e).__name__}: {e}") from None
+    finally:
+        trace.open = False
+    first: dict[int, int] = {}
+    identities = tuple(first.setdefault(id(r), i) for i, r in enumerate(results))
+    made = {memory for event in trace.events if isinstance(event, Call) for memory in event.results}
+    layouts = {
+        event.tensor.memory: (event.size, event.stride)
+        for event in trace.events
+        if isinstance(event, Check) and event.tensor.memory in made and event.tensor.size is None
+    }
+    return Script(trace.tape, inputs, tuple(trace.events), leaves, identities, len(trace.held), layouts)
+
+
+def _stand_ins(trace: _Trace, namespace: Mapping[str, Any], kernels: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, real in namespace.items():
+        if name in kernels:
+            found[name] = _Kernel(trace, name, real)
+        elif name in _ALLOCATORS:
+            found[name] = trace.empty_strided
+        elif name in _SAME_NAME:
+            found[name] = getattr(trace, name)
+        elif name == "assert_alignment":
+            found[name] = lambda *_: None
+        elif name == "get_raw_stream":
+            found[name] = lambda *_: 0
+        elif name == "alloc_from_pool" or name.startswith("empty_strided"):
+            found[name] = _Refused(name)
+        elif name in ("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"):
+            found[name] = _Names(trace, real)
+    return found
+
+
+class _Kernel:
+    """In the place of a generated kernel: called, on a CPU, or run."""
+
+    def __init__(self, trace: _Trace, name: str, real: Any) -> None:
+        self.run = self._run = trace.kernel(name, real)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+
+class _Refused:
+    """In the place of what cannot be followed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotComputableError(f"the generated code calls {self._name}")

@@ -1,0 +1,48 @@
+"""The functions that a launch in C calls on a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import pathlib
+
+import torch
+from cuda.bindings import driver as cu
+
+from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.cuda.nodes import check
+from pgraph.drivers.native_calls import NativeCalls
+from pgraph.native.libraries import address_of
+
+__all__ = ["native_calls"]
+
+log = logging.getLogger(__name__)
+
+
+def native_calls(index: int) -> NativeCalls | None:
+    """What a launch in C needs; None where this torch lacks the shims (they came with 2.10)."""
+    try:
+        torch_cuda = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        alloc = torch_cuda.aoti_torch_cuda_caching_allocator_raw_alloc
+        free = torch_cuda.aoti_torch_cuda_caching_allocator_raw_delete
+        capturing = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+    except (OSError, AttributeError) as e:
+        log.info("no launches in C: %s", e)
+        return None
+    return NativeCalls(
+        empty=torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]  # no stub
+        current_stream=torch._C._cuda_getCurrentRawStream,
+        current_device=torch._C._cuda_getDevice,
+        index=index,
+        raw_alloc=address_of(alloc),
+        raw_free=address_of(free),
+        capturing=address_of(capturing),
+        failed=_launch_failed,
+        workspace=workspaces.address_of_current(),
+        no_workspace=workspaces.no_memory,
+        made_on=index,
+    )
+
+
+def _launch_failed(code: int) -> None:
+    check((cu.CUresult(code),))

@@ -1,0 +1,81 @@
+"""The sizes that a partition met, as a user is told of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from pgraph.text import amount
+
+__all__ = ["Met", "SizesTold"]
+
+_MOST: Final = 4096  # that are remembered
+_MULTIPLES: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
+_FEWER: Final = 4
+"""Padding is worth a word where it leaves a quarter of the sizes."""
+
+
+@dataclasses.dataclass(slots=True)
+class Met:
+    """Of one partition.
+
+    Args:
+        labels: of the dimensions that may vary, in the user's words.
+        sizes: of these dimensions, each that came.
+        obstacle: why recordings are captured, and none is computed, if that is known.
+    """
+
+    labels: tuple[str, ...] = ()
+    sizes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+    obstacle: str | None = None
+
+    def note(self, sizes: tuple[int, ...]) -> None:
+        """They came."""
+        if len(self.sizes) < _MOST:
+            self.sizes.add(sizes)
+
+    def at_present(self) -> Met:
+        """A copy."""
+        return Met(self.labels, set(self.sizes), self.obstacle)
+
+    def padding(self) -> str | None:
+        """What padding would gain; None if nothing much."""
+        varying = [i for i in range(len(self.labels)) if len({sizes[i] for sizes in self.sizes}) > 1]
+        for multiple in _MULTIPLES:
+            left = {tuple(-(-sizes[i] // multiple) for i in varying) for sizes in self.sizes}
+            if len(left) * _FEWER <= len(self.sizes):
+                labels = " and ".join(self.labels[i] for i in varying)
+                leaves = amount(len(left), "size")
+                return (
+                    f"{labels} padded to multiples of {multiple}: {leaves} in the place of {len(self.sizes)}"
+                )
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SizesTold:
+    """What became of the sizes of a partition.
+
+    Args:
+        met: how many came.
+        captured, computed: recordings made, of sizes, layouts and alignments.
+        refused: that cannot be captured.
+        exec_bytes, recipe_bytes: of the device's memory and of the host's that they take now.
+        obstacle: why none is computed, if that is known.
+        padding: what that would gain, in words.
+    """
+
+    met: int
+    captured: int
+    computed: int
+    refused: int
+    exec_bytes: int
+    recipe_bytes: int
+    obstacle: str | None
+    padding: str | None
+
+    def __str__(self) -> str:
+        told = f"{self.met} met, {self.captured} captured, {self.computed} computed, {self.refused} refused; "
+        told += f"{self.exec_bytes:,} B of execs, {self.recipe_bytes:,} B of the host's memory"
+        told += f"; none is computed: {self.obstacle}" if self.obstacle else ""
+        return f"sizes: {told}" + (f"; {self.padding}" if self.padding else "")

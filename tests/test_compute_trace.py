@@ -1,0 +1,171 @@
+"""Generated code on stand-ins: what a script has, and what ends the attempt."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.select_algorithm import extern_kernels
+
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.script import Call, Check, Drop, Make, Place, Run, Script
+from pgraph.compute.trace import traced
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """As a Triton kernel in a generated module."""
+
+    def run(self, *arguments: Any, stream: int) -> None:
+        raise AssertionError("launched")
+
+
+def script_of(body: str, *arguments: Any) -> Script:
+    """The script of a function of the list `args` in a module like those that Inductor generates."""
+    refuse = Kernel().run
+    module: dict[str, Any] = {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "extern_kernels": extern_kernels,
+        "empty_strided_cuda": refuse,
+        "reinterpret_tensor": refuse,
+        "assert_size_stride": refuse,
+        "alloc_from_pool": refuse,
+        "get_raw_stream": refuse,
+        "kernel": Kernel(),
+        "weight": torch.ones(3),
+        "foreign": len,
+    }
+    exec("def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    "), module)
+    given = list(arguments)
+    found = traced(module["call"], given, CPU, kernels)
+    assert given == list(arguments)
+    return found
+
+
+def kernels(namespace: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in namespace.items() if isinstance(value, Kernel)]
+
+
+BODY = """
+    n, x = args
+    args.clear()
+    assert_size_stride(x, (n, 4), (4, 1))
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        buf0 = empty_strided_cuda((n, 8), (8, 1), torch.float32)
+        kernel.run(x, buf0, n * 8, 2.5, stream=get_raw_stream(0))
+        del x
+        buf1 = buf0; del buf0  # reuse
+        buf2 = empty_strided_cuda((n, n), (n, 1), torch.float32)
+        extern_kernels.mm(buf1, reinterpret_tensor(buf1, (8, n), (1, 8), n - 1), out=buf2)
+        del buf1
+        buf3, buf4 = torch.ops.aten.native_dropout.default(buf2, 0.5, True)
+        del buf3
+    return (reinterpret_tensor(buf2, (n * n, ), (1, ), 0), buf2, buf4, n, None)
+"""
+
+
+def test_a_script_says_what_the_code_does() -> None:
+    script = script_of(BODY, 6, torch.ones(6, 4))
+    kinds = [type(event) for event in script.events]
+    assert kinds == [Check, Make, Run, Drop, Make, Call, Drop, Call, Drop]
+    values = script.tape.replay([10, None])
+    assert values is not None
+    check, make, run, dropped, _, product, *_ = script.events
+    assert isinstance(check, Check)
+    assert [values[i] for i in check.size + check.stride] == [10, 4, 4, 1]
+    assert isinstance(make, Make)
+    assert ([values[i] for i in make.size], make.dtype) == ([10, 8], torch.float32)
+    assert isinstance(run, Run)
+    x, out, count, factor = run.arguments
+    assert (x, out, values[count.place], factor) == (Place(0), Place(make.memory), 80, 2.5)
+    assert dropped == Drop(0)
+    assert isinstance(product, Call)
+    assert product.results == (), "it writes into the buffer that it was given"
+    transposed = product.arguments[1]
+    assert transposed.memory == make.memory
+    assert [values[i] for i in (*transposed.size, *transposed.stride, transposed.offset)] == [8, 10, 1, 8, 9]
+    flat, square, mask, number, nothing = script.results
+    assert (flat.memory, [values[i] for i in flat.size]) == (square.memory, [100])
+    assert square.size is None
+    assert mask.memory == script.memories - 1
+    assert (values[number.place], nothing) == (10, None)
+    assert script.identities == (0, 1, 2, 3, 4)
+
+
+def test_views_of_views_add_up_and_hold_the_memory() -> None:
+    script = script_of(
+        """
+        n, x = args
+        args.clear()
+        a = reinterpret_tensor(x, (n, ), (1, ), 3)
+        del x
+        b = reinterpret_tensor(a, (n, ), (1, ), n)
+        del a
+        kernel.run(b, stream=0)
+        del b
+        kernel.run(n, stream=0)
+        return ()
+        """,
+        6,
+        torch.ones(20),
+    )
+    run, dropped, last = script.events
+    assert isinstance(run, Run)
+    values = script.tape.replay([7, None])
+    assert values is not None
+    assert values[run.arguments[0].offset] == 10
+    assert dropped == Drop(0)
+    assert isinstance(last, Run)
+    assert (run.number, last.number) == (0, 1)
+
+
+def test_results_that_are_one_object() -> None:
+    script = script_of(
+        "y = empty_strided_cuda((2, ), (1, ), torch.float32)\nreturn (args[1], y, y)", 3, torch.ones(1)
+    )
+    assert script.identities == (0, 1, 1)
+    assert script.results[0] == Place(0)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("args[1].zero_()\nreturn ()", "asks a tensor for its zero_"),
+        ("return (args[1].item(), )", "asks a tensor for its item"),
+        ("return (torch.ops.aten.select.int(args[1], 0, 1), )", "returns a view"),
+        ("return torch.ops.aten.split.Tensor(args[1], 2)", "returns"),
+        ("return (torch.ops.aten.add(args[1], args[1]), )", "which overload"),
+        ("return (alloc_from_pool(args[1], 0, torch.float32, (2, ), (1, )), )", "calls alloc_from_pool"),
+        ("return (foreign(args[1]), )", "TypeError: object of type"),
+        ("kernel.run(args[1], grid=(1, 1, 1), stream=0)\nreturn ()", "is launched with grid"),
+        ("return (reinterpret_tensor(weight, (2, ), (1, ), 0), )", "a view of a constant"),
+        ("empty_strided_cuda((args[0] / 2, ), (1, ), torch.float32)\nreturn ()", "cannot be followed"),
+        ("empty_strided_cuda((1.0, ), (1, ), torch.float32)\nreturn ()", "a size of type float"),
+        ("return (object(), )", "an argument of type object"),
+        ("raise ValueError('no')", "ValueError: no"),
+    ],
+)
+def test_what_has_no_stand_in_ends_the_attempt(body: str, why: str) -> None:
+    with pytest.raises(NotComputableError, match=why):
+        script_of(body, 6, torch.ones(6))
+
+
+def test_ops_in_place_return_their_argument() -> None:
+    script = script_of(
+        "y = torch.ops.aten.add_.Tensor(args[1], args[1])\nkernel.run(y, weight, stream=0)\nreturn (y, )",
+        6,
+        torch.ones(6),
+    )
+    call, run = script.events
+    assert isinstance(call, Call)
+    assert call.results == ()
+    assert isinstance(run, Run)
+    assert run.arguments[0] == Place(0)
+    assert isinstance(run.arguments[1], torch.Tensor)
+    assert script.results == (Place(0),)

@@ -1,0 +1,348 @@
+"""Recordings of new sizes that are computed: right for every size, and not believed before they were seen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import Block, host, same
+from torch import Tensor, nn
+
+import pgraph
+from pgraph import compat
+from pgraph.compute import computer as computers
+from pgraph.compute.computer import Computer
+from pgraph.drivers.host import nodes as host_nodes
+from pgraph.drivers.host.driver import HostSession
+from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.runtime import registry
+from pgraph.template.recording import NodeRecord
+
+WARM = (3, 3, 5, 5, 9, 9, 4, 4)  # the first capture is not compared, the next three are
+
+
+def work(x: Tensor, w: Tensor) -> Tensor:
+    """Generated kernels, products of the same sizes, views, memory that dies."""
+    y = torch.relu(x @ w) + x.shape[0]
+    z = (y @ w).softmax(-1)
+    return (z.t() @ y) @ w + (y * z).sum(0)
+
+
+def compiled(fn: Callable[..., Any] = work, **options: Any) -> Any:
+    return host(fn, codegen="inductor", dynamic=True, **options)
+
+
+W = torch.randn(8, 8)
+
+
+def call(model: Any, sizes: Iterable[int], fn: Callable[..., Any] = work) -> None:
+    for n in sizes:
+        x = torch.randn(n, 8)
+        same(model(x, W), fn(x, W), rtol=1e-4, atol=1e-5)
+
+
+def computer() -> Computer:
+    (partition,) = registry.live_capturable()
+    found = partition._cache.shelf.computer
+    assert isinstance(found, Computer)
+    return found
+
+
+def made() -> tuple[int, int]:
+    """(captures, of which computed)."""
+    report = pgraph.report()
+    return report.captures, report.computed
+
+
+def runs(report: pgraph.Report) -> int:
+    return sum(partition.uncaptured_runs for partition in report.partitions)
+
+
+def test_new_sizes_are_launched_at_once() -> None:
+    model = compiled()
+    call(model, WARM)
+    assert made() == (4, 0)
+    before = pgraph.report()
+    call(model, (17, 2, 30, 17, 2, 30, 64, 3))
+    after = pgraph.report()
+    assert made() == (8, 4)
+    assert after.launches == before.launches + 8
+    assert runs(after) == runs(before)
+    assert after.refused == 0
+    assert "8 captures, 4 of them computed," in str(after)
+
+
+def test_off_and_check_capture_all() -> None:
+    for choice in ("off", "check"):
+        torch._dynamo.reset()
+        model = compiled(compute_sizes=choice)
+        call(model, (*WARM, 17, 17, 2, 2))
+        assert made() == (6, 0)
+
+
+def test_check_reports_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = compiled(compute_sizes="check")
+    call(model, WARM)
+    real = host_nodes.kernel_node
+
+    def wrong(*args: Any) -> Any:
+        node, words = real(*args)
+        return dataclasses.replace(node, params=node.params[:-8] + bytes(8)), words
+
+    monkeypatch.setattr("pgraph.drivers.host.driver.kernel_node", wrong)
+    with caplog.at_level(logging.ERROR):
+        call(model, (17, 17))
+    assert "a computed recording is not the captured one: node" in caplog.text
+    assert "byte" in (computer().reason or "")
+
+
+@pytest.mark.parametrize("kind", ["forward", "training"])
+def test_a_transformer(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    wide = model[0](torch.randn(1, 3, 32)).shape[-1]
+    run, plain = compiled(model), torch.compile(model, dynamic=True)
+    for length in (*WARM, 17, 6, 31, 17, 12):
+        results = []
+        for fn in (run, plain):
+            model.zero_grad()
+            x = torch.linspace(-1, 1, 2 * length * wide).view(2, length, wide).requires_grad_()
+            y = fn(x)
+            if kind == "training":
+                y.square().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+        same(*results)
+    report = pgraph.report()
+    assert report.refused == 0
+    assert report.computed >= (8 if kind == "training" else 4)
+
+
+@settings(max_examples=6)
+@given(st.lists(st.integers(2, 40), min_size=8, max_size=16))
+def test_any_order_of_sizes(sizes: list[int]) -> None:
+    torch._dynamo.reset()
+    call(compiled(), [*sizes[:6], *sizes])
+
+
+@contextlib.contextmanager
+def recorded_otherwise(at: int, change: Callable[[NodeRecord], NodeRecord]) -> Iterator[None]:
+    """Captures record kernels otherwise where the first size of the first argument is `at`."""
+    real = HostSession._add
+
+    def add(self: Any, kind: Any, name: str, header: Any, words: list[int]) -> None:
+        real(self, kind, name, header, words)
+        if kind == "kernel" and at in words[1:3]:
+            self._nodes[-1] = change(self._nodes[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostSession, "_add", add)
+        yield
+
+
+def test_one_byte_ends_it() -> None:
+    """An equal program records one word otherwise: nothing is computed for any size."""
+    model = compiled()
+    with recorded_otherwise(5, lambda n: dataclasses.replace(n, params=n.params + bytes(8))):
+        call(model, WARM[:4])
+    call(model, (*WARM[4:], 17, 17))
+    assert made() == (5, 0)
+    assert "a computed recording is not the captured one" in (computer().reason or "")
+
+
+FAULTS = {
+    "an attribute that updates ignore": HostFaults(clusters={"mm": 10}),
+    "scratch above the result": HostFaults(scratch=frozenset({"mm"})),
+    "stale addresses in padding": HostFaults(scratch=frozenset({"mm"}), garbage=1, stale=True),
+    "pointers to a table": HostFaults(tables=frozenset({"mm"})),
+    "an operand that is not there": HostFaults(beyond={"mm": 4096}),
+    "pointers far off": HostFaults(origin={"mm": 4096}),
+    "several streams": HostFaults(aside=frozenset({"mm"})),
+    "memory used again": HostFaults(reuse=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_libraries_do_no_size_is_wrong(fault: str) -> None:
+    with inject(FAULTS[fault]):
+        call(compiled(), (*WARM, 17, 17, 2, 12, 12, 30, 30, 3, 17))
+
+
+def test_a_library_that_records_another_node_at_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a product does that is split: the kernels after it have other positions."""
+    real = HostSession._record
+
+    def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
+        real(self, op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ == "mm" and args[0].size(0) > 10:
+            out = kwargs["out"]
+            self._add("memcpy", "split", (), [out.data_ptr(), out.data_ptr(), out.numel() * 4])
+
+    monkeypatch.setattr(HostSession, "_record", record)
+    model = compiled()
+    call(model, (*WARM, 17, 17, 2, 12, 12, 30, 30, 3))
+    assert computer().reason is None
+    assert pgraph.report().computed == 3, "2, 12 and 30; at 17 there was no exec with another node yet"
+
+
+FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "cuDNN": (
+        lambda: torch.backends.cudnn.enabled,
+        lambda value: setattr(torch.backends.cudnn, "enabled", value),
+        False,
+    ),
+    "cuDNN benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        True,
+    ),
+    "cuDNN deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+        True,
+    ),
+    "cuDNN TF32": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+        False,
+    ),
+    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "memory-efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        False,
+    ),
+    "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    "cuDNN attention": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    "fp16 reduction": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
+        False,
+    ),
+    "bf16 reduction": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
+        False,
+    ),
+    "fp16 accumulation": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", value),
+        True,
+    ),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "autocast": (
+        lambda: torch.is_autocast_enabled("cuda"),
+        lambda value: torch.set_autocast_enabled("cuda", value),
+        True,
+    ),
+    "autocast type": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda value: torch.set_autocast_dtype("cpu", value),
+        torch.float16,
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_settings_of_libraries_are_told_apart(flag: str) -> None:
+    get, put, other = FLAGS[flag]
+    before, was = compat.library_settings(), get()
+    assert was != other
+    try:
+        put(other)
+        changed = compat.library_settings()
+    finally:
+        put(was)
+    assert changed != before
+    assert hash(before) != hash(changed)
+
+
+def test_a_call_is_recorded_again_under_other_settings() -> None:
+    """A library that chooses by a setting which is flipped between calls."""
+    real = HostSession._record
+
+    def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
+        if op.overloadpacket.__name__ == "mm" and torch.backends.cudnn.benchmark:
+            self._add("memset", "chosen", (), [kwargs["out"].data_ptr(), 0, kwargs["out"].numel() * 4])
+        real(self, op, args, kwargs, fresh, positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostSession, "_record", record)
+        model = compiled()
+        call(model, (*WARM, 17))
+        assert made() == (5, 1)
+        try:
+            torch.backends.cudnn.benchmark = True
+            call(model, (6, 6, 7, 7))
+        finally:
+            torch.backends.cudnn.benchmark = False
+        call(model, (18, 6, 7))
+    assert computer().reason is None
+
+
+def test_what_misaligned_inputs_need_is_captured() -> None:
+    """Inductor's code copies them: nothing is computed."""
+    model = compiled()
+    for n in (*WARM, 17, 17):
+        x = torch.randn(n * 8 + 1)[1:].view(n, 8)
+        same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
+    assert made()[1] == 0
+
+
+def test_a_number_that_never_varied_is_not_trusted() -> None:
+    def two(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w) * x.shape[1] + x.sum()
+
+    model = compiled(two)
+    sizes = [(n, 4) for n in WARM] + [(12, 4), (12, 7), (12, 7), (13, 7), (13, 7)]
+    for n, k in sizes:
+        x, w = torch.randn(n, k), torch.randn(k, k)
+        same(model(x, w), two(x, w), rtol=1e-4, atol=1e-5)
+    report = pgraph.report()
+    assert report.computed == 2, "(12, 4) and (13, 7); at (12, 7) the 7 had never been compared"
+
+
+def test_failures_of_computing_are_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled()
+    call(model, WARM)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr(computers, "evaluate", broken)
+    call(model, (17, 17, 2, 2))
+    assert made() == (6, 0)
+    assert computer().reason == "ZeroDivisionError: unforeseen"
+    assert pgraph.report().refused == 0
+
+
+def test_other_threads_capture_first() -> None:
+    """Library handles belong to threads."""
+    import threading
+
+    model = compiled()
+    call(model, WARM)
+    thread = threading.Thread(target=call, args=(model, (17, 17)))
+    thread.start()
+    thread.join()
+    assert made() == (5, 0)
+
+
+def test_one_capture_is_compared_with_nothing() -> None:
+    """It may stay the only one."""
+    model = compiled()
+    call(model, WARM[:2])
+    assert computer()._script is None

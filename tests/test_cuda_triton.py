@@ -1,0 +1,156 @@
+"""Nodes of generated Triton kernels, computed: with launchers as Inductor makes them, and no device."""
+
+from __future__ import annotations
+
+import struct
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from pgraph import compat
+from pgraph.drivers.operands import Operand
+from pgraph.template.recording import NodeRecord
+
+triton = pytest.importorskip("pgraph.drivers.cuda.triton")
+
+FUNCTION, BLOCK, SHARED, CONTEXT = 7001, (128, 1, 1), 64, 9
+
+SOURCE = """
+def launcher(in_ptr0, in_ptr1, out_ptr0, ks0, xnumel, stream):
+    grid_0 = -(xnumel // -XBLOCK)
+    grid_1 = 1
+    grid_2 = 1
+    runner(grid_0, grid_1, grid_2, stream, in_ptr0, in_ptr1, out_ptr0, ks0, xnumel)
+"""
+
+
+class Compiled:
+    """As `StaticallyLaunchedCudaKernel`."""
+
+    name = "triton_poi_fused_add_0"
+    arg_tys = "OOOli"
+    has_global_scratch = True
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def run(self, *_: Any) -> None:
+        self.launched += 1
+
+
+class Autotuner:
+    """As `CachingAutotuner`, with one configuration left."""
+
+    def __init__(self, source: str = SOURCE, **compiled: Any) -> None:
+        self.kernel = Compiled()
+        vars(self.kernel).update(compiled)
+        scope: dict[str, Any] = {"runner": self.kernel.run, "XBLOCK": 256}
+        exec(source, scope)
+        self.launchers = [scope["launcher"]]
+
+
+OFFSETS = (0, 8, 16, 24, 32, 40)  # three pointers, a long, an int, and the scratch that nobody uses
+
+
+def node(numbers: tuple[int, int], grid: int, params: bytes | None = None, **changes: Any) -> NodeRecord:
+    """As read from a capture."""
+    header = (FUNCTION, (grid, 1, 1), BLOCK, SHARED, CONTEXT, ("params", OFFSETS))
+    params = params or struct.pack("=3Qqi4xQ", 0xA0, 0xB0, 0xC0, *numbers, 0)
+    fields = {"kind": "kernel", "name": Compiled.name, "header": header, "params": params} | changes
+    return NodeRecord(**fields, kept=(0, 1), layout=("params", OFFSETS))
+
+
+def operand(address: int, dtype: torch.dtype = torch.float32) -> Operand:
+    return Operand(address, (4,), (1,), dtype, 0)
+
+
+ARGUMENTS = (operand(0x1000), operand(0x2000), operand(0x3000), 33, 1000)
+
+
+def test_the_node_of_another_size() -> None:
+    kernel, sample = Autotuner(), node((5, 256), 1)
+    found = triton.kernel_node(kernel, sample, ARGUMENTS)
+    assert found is not None
+    made, addresses = found
+    params = struct.pack("=3Qqi4xQ", 0x1000, 0x2000, 0x3000, 33, 1000, 0)
+    assert made == node((33, 1000), 4, params)
+    assert addresses == [(0, 0), (8, 1), (16, 2)]
+    assert kernel.kernel.launched == 0
+    again = triton.kernel_node(kernel, sample, ARGUMENTS)
+    assert again == found
+
+
+def test_constants_and_pointers_that_are_not_there() -> None:
+    weight = torch.ones(4)
+    found = triton.kernel_node(Autotuner(), node((5, 256), 1), (weight, None, *ARGUMENTS[2:]))
+    assert found is not None
+    made, addresses = found
+    assert struct.unpack_from("=2Q", made.params) == (weight.data_ptr(), 0)
+    assert addresses == [(16, 2)], "what is no argument of the partition stays where it is"
+
+
+def test_all_types_of_parameters() -> None:
+    source = "def launcher(a, b, c, d, stream):\n    runner(1, 2, 3, stream, a, b, c, d)\n"
+    offsets = (0, 4, 8, 16)
+    header = (FUNCTION, (1, 1, 1), BLOCK, SHARED, CONTEXT, ("params", offsets))
+    sample = node((0, 0), 1, bytes(24), header=header)
+    kernel = Autotuner(source, arg_tys="fidb", has_global_scratch=False)
+    found = triton.kernel_node(kernel, sample, (1.5, -2, 2.25, -1))
+    assert found is not None
+    assert found[0].params == struct.pack("=fidb7x", 1.5, -2, 2.25, -1)
+    assert found[0].header[1] == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sample", "arguments"),
+    [
+        (Autotuner(), node((5, 256), 1, name="another"), ARGUMENTS),
+        (Autotuner(), node((5, 256), 1, kind="memset"), ARGUMENTS),
+        (Autotuner(), node((5, 256), 1), (*ARGUMENTS[:4], 0)),  # no grid: nothing is launched
+        (Autotuner(arg_tys="OOOl"), node((5, 256), 1), ARGUMENTS),
+        (Autotuner(has_global_scratch=False), node((5, 256), 1), ARGUMENTS),
+        (Autotuner(arg_tys="OOOlO"), node((5, 256), 1), ARGUMENTS),
+        (Autotuner(arg_tys="OOOl?"), node((5, 256), 1), ARGUMENTS),
+        (Autotuner(arg_tys=None), node((5, 256), 1), ARGUMENTS),
+        (types.SimpleNamespace(launchers=[]), node((5, 256), 1), ARGUMENTS),
+        (types.SimpleNamespace(launchers=Autotuner().launchers * 2), node((5, 256), 1), ARGUMENTS),
+        (types.SimpleNamespace(), node((5, 256), 1), ARGUMENTS),
+        (
+            Autotuner(),
+            node((5, 256), 1, header=(FUNCTION, (1, 1, 1), BLOCK, SHARED, CONTEXT, ("extra",))),
+            ARGUMENTS,
+        ),
+    ],
+)
+def test_what_is_launched_otherwise_is_not_told(kernel: Any, sample: NodeRecord, arguments: Any) -> None:
+    assert triton.kernel_node(kernel, sample, arguments) is None
+
+
+def test_kernels_are_found_by_their_class() -> None:
+    """Triton itself is not imported for that."""
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    kernel = object.__new__(heuristics.CachingAutotuner)
+    assert triton.kernel_names({"a": kernel, "b": Autotuner(), "c": heuristics.CachingAutotuner}) == ["a"]
+
+
+def test_inductors_launchers_are_read() -> None:
+    """The very code that makes them, and the names that are looked for; seen on 2.13."""
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    launching = pytest.importorskip("torch._inductor.runtime.static_triton_launcher")
+    owner = object.__new__(launching.StaticallyLaunchedTritonKernel)
+    owner.name, owner.arg_tys, owner.has_global_scratch, owner.has_profile_scratch = "k", "Oi", True, True
+    fields = {"kwargs": {"XBLOCK": 64}, "num_warps": 4, "num_stages": 1}
+    # Without Triton there is no such class.
+    config = types.SimpleNamespace(**fields) if heuristics.Config is object else heuristics.Config(**fields)
+    meta = {"grid_type": "Grid1D"}
+    result = heuristics.StaticTritonCompileResult(owner, config, {}, meta)
+    defined = ["out_ptr0", "xnumel"]
+    launcher = result._gen_launcher_code(
+        {"runner": owner.run}, defined, ["grid_0", "grid_1", "grid_2", "stream", *defined]
+    )
+    found = compat.launcher_of(types.SimpleNamespace(launchers=[launcher]))
+    assert found == compat.Launcher("k", launcher, "Oi", 2)
+    grid, parameters = triton._launched(launcher, [operand(64), 1000])
+    assert (grid, parameters) == ((16, 1, 1), [operand(64), 1000])
