@@ -22,6 +22,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 COUNTS: tuple[tuple[str, str, str], ...] = (
     ("captures_warm", "captures before", ",d"),
     ("captures", "at the end", ",d"),
+    ("computed", "of them computed", ",d"),
     ("capture_s", "capture s", ",.2f"),
     ("launches", "launches", ",d"),
     ("uncaptured_runs", "uncaptured runs", ",d"),

@@ -111,6 +111,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "capture_s",
         "captures_warm",
         "captures",
+        "computed",  # of them
         "recompiles",
         "launches",
         "uncaptured_runs",

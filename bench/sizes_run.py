@@ -166,6 +166,7 @@ def ended(place: Place) -> Figures:
 
         report = pgraph.report()
         found |= {
+            "computed": report.computed,
             "launches": report.launches,
             "uncaptured_runs": sum(p.uncaptured_runs for p in report.capturable),
             "capture_s": report.capture_s,

@@ -19,6 +19,7 @@ import pgraph
 from pgraph import compat
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
+from pgraph.compute.errors import NotComputableError
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
@@ -294,12 +295,19 @@ def test_a_call_is_recorded_again_under_other_settings() -> None:
 
 
 def test_what_misaligned_inputs_need_is_captured() -> None:
-    """Inductor's code copies them: nothing is computed."""
+    """Inductor's code copies them: nothing is computed of them, and nothing learnt."""
     model = compiled()
-    for n in (*WARM, 17, 17):
-        x = torch.randn(n * 8 + 1)[1:].view(n, 8)
-        same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
-    assert made()[1] == 0
+
+    def call_from(offset: int, sizes: Iterable[int]) -> None:
+        for n in sizes:
+            x = torch.randn(n * 8 + offset)[offset:].view(n, 8)
+            same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
+
+    call_from(1, (*WARM, 17, 17))
+    assert made() == (5, 0)
+    assert computer().reason is None
+    call_from(4, (6, 6, 7, 7, 8, 8, 10, 11))
+    assert made() == (10, 2), "three were compared, 10 and 11 computed"
 
 
 def test_a_number_that_never_varied_is_not_trusted() -> None:
@@ -327,6 +335,22 @@ def test_failures_of_computing_are_no_failures(monkeypatch: pytest.MonkeyPatch) 
     assert made() == (6, 0)
     assert computer().reason == "ZeroDivisionError: unforeseen"
     assert pgraph.report().refused == 0
+
+
+def test_sizes_that_go_another_way_are_captured_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled()
+    call(model, WARM)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise NotComputableError("not this one")
+
+    real, last = computers.evaluate, 4 + computers._PATIENCE // 2
+    for count in range(1, last + 1):  # each is tried at its first call, and before its capture
+        assert computer().reason is None
+        monkeypatch.setattr(computers, "evaluate", real if count == 4 else refused)
+        call(model, (10 + count, 10 + count))
+    assert computer().reason == "not this one"
+    assert pgraph.report().computed == 1
 
 
 def test_other_threads_capture_first() -> None:

@@ -155,6 +155,7 @@ def test_a_kernel_is_read_as_the_driver_lays_it_out(monkeypatch: pytest.MonkeyPa
         bytes(word) + bytes(pair) + bytes(4),
         ((8, 20),),
         (0xBEEF, 0x11, 0x77, "params"),
+        ("params", (0, 8)),
     )
     monkeypatch.setattr(cuda_nodes, "_readers", lambda: (type_of, lambda node, found: 1))
     monkeypatch.setattr(cuda_nodes.cu, "cuGetErrorString", lambda error: (0, b"no"))

@@ -211,14 +211,17 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device, exec, recipes = recipes_of(patch, way, all_sizes)
         before: Any = None
+        known: set[int] = set()  # nodes of which it is known what they were set to
         for which, bases, will_fail, tried in steps:
             launches, size = len(device.launched), all_sizes[which]
             want, device.calls, device.fail_at = wanted(size, bases), 0, will_fail
+            anew, was = exec.state.held != recipes[which]._entry.number, dict(device.content)
             if tried:
-                kernels = sum(node.kind == "kernel" for node in size.nodes)
-                assert recipes[which].fits() == (will_fail is None or will_fail >= kernels)
+                kernels = {100 + i for i, node in enumerate(size.nodes) if node.kind == "kernel"}
+                fits = recipes[which].fits()
+                assert fits == (will_fail is None or will_fail >= len(kernels))
                 assert (len(device.launched), exec.state.held) == (launches, 0)
-                before = None
+                known, before = (known | kernels if fits else set()), None
                 continue
             try:
                 count = recipes[which].launch(bases, STREAM)
@@ -226,15 +229,47 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
                 assert will_fail is not None
                 assert len(device.launched) == launches
                 # The last call is the launch itself: the nodes are set by then.
-                before = (which, bases) if device.calls > 1 and exec.state.held else "unknown"
+                known = set(want) if exec.state.held else set()
+                before = (which, bases) if exec.state.held else None
                 continue
             assert device.launched[launches:] == [want]
             assert count == device.calls - 1
-            if before is None or (before != "unknown" and before[0] != which):
-                assert count == len(want), "all nodes, since another size's were set"
+            if anew:
+                assert count == sum(node not in known or was[node] != want[node] for node in want)
             elif before == (which, bases):
                 assert count == 0
-            before = which, bases
+            before, known = (which, bases), set(want)
+
+
+def test_only_nodes_that_differ_are_set(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sizes that differ in one node of three; after a failure all are set."""
+    same = [kernel("kernel", 2, [5, 6])[0], kernel("extra", 3, [7, 8, 9])[0]]
+    all_sizes = [Size([*same, kernel("kernel", 1, [n])[0]], [Slot(FIRST, 8, 0, 0)]) for n in (1, 2)]
+    device, _, (one, other) = recipes_of(monkeypatch, way, all_sizes)
+    counts = [recipe.launch([64], STREAM) for recipe in (one, other, one, other, other)]
+    assert counts == [3, 1, 1, 1, 0]
+    assert one.launch([128], STREAM) == 2, "and the one whose address changed"
+    device.fail_at = 0
+    with pytest.raises(DriverError):
+        other.launch([128], STREAM)
+    device.fail_at = None
+    assert other.launch([128], STREAM) == 3
+    assert device.launched[-1] == wanted(all_sizes[1], [128])
+
+
+def test_parameters_that_there_is_no_room_for_are_always_set(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kernel in a node's place may have many more."""
+    small, large = (Size([kernel("kernel", n, list(range(n)))[0]], []) for n in (1, 9))
+    device, _, recipes = recipes_of(monkeypatch, way, [small, large, large])
+    for which in (0, 1, 2, 1, 2, 0):
+        recipes[which].launch([], STREAM)
+        assert device.launched[-1] == wanted([small, large, large][which], [])
+    monkeypatch.setattr(cuda_exec, "_SPARE", 2)
+    device, _, recipes = recipes_of(monkeypatch, way, [small, large, large])
+    counts = [recipes[which].launch([], STREAM) for which in (0, 1, 2, 1, 0)]
+    assert counts == ([1, 1, 1, 1, 1] if way == "in C" else [1, 1, 0, 0, 1])
 
 
 def test_a_recipe_is_one_block_of_memory(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

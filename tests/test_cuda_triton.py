@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -154,3 +156,14 @@ def test_inductors_launchers_are_read() -> None:
     assert found == compat.Launcher("k", launcher, "Oi", 2)
     grid, parameters = triton._launched(launcher, [operand(64), 1000])
     assert (grid, parameters) == ((16, 1, 1), [operand(64), 1000])
+
+
+def test_launchers_are_not_kept() -> None:
+    kernel = Autotuner()
+    kernel.launchers[0].__globals__["launcher"] = kernel.launchers[0]
+    assert triton.kernel_node(kernel, node((5, 256), 1), ARGUMENTS) is not None
+    gone = weakref.ref(kernel.launchers[0])
+    kernel.launchers[0].__globals__.clear()
+    del kernel
+    gc.collect()
+    assert gone() is None

@@ -28,6 +28,9 @@ _ENOUGH: Final = 3
 _ROUNDS: Final = 16
 """In one go all library calls are recorded, unless the layout of a result is not known before."""
 
+_PATIENCE: Final = 8
+"""Sizes in a row that turn out not to be computable, after which none is tried any more."""
+
 _ALIGNED: Final = 16
 """Bytes. Inductor's code makes copies of inputs that are aligned to less."""
 
@@ -53,7 +56,7 @@ class Computer:
         self._samples: dict[int, NodeRecord] = {}  # of generated kernels, by their numbers
         self._seen: list[set[int]] = []  # for each number among the arguments: values that were compared
         self._aligned: set[tuple[int, ...]] = set()
-        self._compared = self._captures = 0
+        self._compared = self._captures = self._failures = 0
         self._threads: set[int] = set()  # that have captured: library handles belong to threads
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
@@ -78,12 +81,18 @@ class Computer:
         if script is None or not self.covers(inputs, alignments):
             return None
         try:
-            return self._evaluated(script, inputs, alignments, self._node)
+            found = self._evaluated(script, inputs, alignments, self._node)
         except NotComputableError as e:
             log.debug("not computed: %s", e)
+            self._failures += 1
+            if self._failures >= _PATIENCE:
+                self._give_up(str(e))
         except Exception as e:  # whatever it was: a capture does without
             log.debug("computing failed", exc_info=True)
             self._give_up(f"{type(e).__name__}: {e}")
+        else:
+            self._failures = 0
+            return found
         return None
 
     def learn(
@@ -93,8 +102,9 @@ class Computer:
         self._captures += 1
         self._threads.add(threading.get_ident())
         done = not self._checking and self._compared_enough(inputs, alignments)
+        copied = min(alignments, default=_ALIGNED) < _ALIGNED
         # One capture may stay the only one.
-        if self._hopeless is not None or self._captures == 1 or done:
+        if self._hopeless is not None or self._captures == 1 or done or copied:
             return
         try:
             self._compare(recording, slots, inputs, alignments)
@@ -109,8 +119,6 @@ class Computer:
     def _compare(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
     ) -> None:
-        if min(alignments, default=_ALIGNED) < _ALIGNED:
-            raise NotComputableError("an input is aligned to less than 16 bytes, and copied perhaps")
         if self._script is None:
             assert self._code is not None
             self._script = traced(self._code, inputs, self._driver.device, self._driver.kernel_names)

@@ -32,6 +32,15 @@ typedef struct {
     void *node; /* the node in the graph that the exec was made from */
 } pg_node;
 
+enum { HEAD = 36 }; /* bytes of a kernel's struct that hold its function, dimensions and shared memory */
+
+typedef struct { /* what a node was set to last: Note [Only what differs] in pgraph/drivers/execs.py */
+    int64_t words; /* of parameters; -1: nobody knows what it was set to */
+    int64_t room;  /* words that there is place for */
+    char head[40];
+    uint64_t params[];
+} pg_held;
+
 typedef struct {
     const pg_calls *calls;
     void *exec;
@@ -40,11 +49,14 @@ typedef struct {
     int64_t n_nodes;
     int64_t held; /* the recipe that all nodes were set to last, and none was set otherwise since; 0: nobody knows */
     int64_t busy; /* 1 while a thread sets and launches: what it set must be what it launches */
+    pg_held *const *contents; /* of each node; NULL while there is one recipe only */
 } pg_exec;
 
 typedef struct {
     void *params; /* the struct that the setter takes */
     int64_t last; /* slots before this one are of this node or an earlier one */
+    int32_t first; /* index into words of the parameters */
+    int32_t count; /* words of them */
 } pg_setting;
 
 typedef struct {
@@ -68,12 +80,45 @@ static int set(const pg_exec *e, const pg_node *n, void *params)
     return (n->kind == MEMCPY ? e->calls->copy : e->calls->fill)(e->exec, n->node, params, e->ctx);
 }
 
+static int holds(const pg_held *h, const pg_node *n, const pg_recipe *r, const pg_setting *s)
+{
+    return h->words == s->count && (n->kind != KERNEL || !memcmp(h->head, s->params, HEAD)) &&
+           !memcmp(h->params, r->words + s->first, 8 * (size_t)s->count);
+}
+
+static void note(pg_held *h, const pg_node *n, const pg_recipe *r, const pg_setting *s)
+{
+    h->words = s->count <= h->room ? s->count : -1;
+    if (h->words < 0)
+        return;
+    if (n->kind == KERNEL)
+        memcpy(h->head, s->params, HEAD);
+    memcpy(h->params, r->words + s->first, 8 * (size_t)s->count);
+}
+
+/* Sets a node, and remembers to what. After a failure nothing is known of any node. */
+static int set_and_note(pg_exec *e, const pg_recipe *r, int64_t i)
+{
+    const pg_node *n = &e->nodes[i];
+    int rc = set(e, n, r->settings[i].params);
+    if (rc)
+        e->held = 0;
+    if (!e->contents)
+        return rc;
+    if (!rc)
+        note(e->contents[i], n, r, &r->settings[i]);
+    for (int64_t k = 0; rc && k < e->n_nodes; k++)
+        e->contents[k]->words = -1;
+    return rc;
+}
+
 static int64_t set_and_launch(pg_exec *e, const pg_recipe *r, void *stream, const uint64_t *bases)
 {
     int64_t count = 0, s = 0;
     int anew = e->held != r->number;
     for (int64_t i = 0; i < e->n_nodes; i++) {
-        int changed = anew && e->nodes[i].kind != FIXED;
+        const pg_node *n = &e->nodes[i];
+        int changed = 0;
         for (; s < r->settings[i].last; s++) {
             uint64_t value = bases[r->slots[s].region] + (uint64_t)r->slots[s].delta;
             uint64_t *word = &r->words[r->slots[s].word];
@@ -82,14 +127,14 @@ static int64_t set_and_launch(pg_exec *e, const pg_recipe *r, void *stream, cons
                 changed = 1;
             }
         }
+        if (anew)
+            changed = n->kind != FIXED && !(e->contents && holds(e->contents[i], n, r, &r->settings[i]));
         if (!changed)
             continue;
         count++;
-        int rc = set(e, &e->nodes[i], r->settings[i].params);
-        if (rc) {
-            e->held = 0;
+        int rc = set_and_note(e, r, i);
+        if (rc)
             return -rc;
-        }
     }
     e->held = r->number;
     int rc = e->calls->launch(e->exec, stream);
@@ -123,7 +168,7 @@ int64_t pg_fits(const pg_recipe *r)
     e->held = 0;
     for (int64_t i = 0; !rc && i < e->n_nodes; i++)
         if (e->nodes[i].kind == KERNEL)
-            rc = set(e, &e->nodes[i], r->settings[i].params);
+            rc = set_and_note(e, r, i);
     give(e);
     return rc;
 }
@@ -226,6 +271,7 @@ int64_t pg_struct_size(int64_t which)
     case 8: return sizeof(pg_read);
     case 9: return sizeof(pg_packing);
     case 10: return sizeof(pg_path);
+    case 11: return sizeof(pg_held);
     default: return -1;
     }
 }

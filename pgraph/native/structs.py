@@ -8,6 +8,7 @@ from typing import Final
 __all__ = [
     "ArenaState",
     "ExecEntry",
+    "HeldEntry",
     "LaunchCalls",
     "NodeEntry",
     "NodeReaders",
@@ -44,13 +45,25 @@ class ExecEntry(ctypes.Structure):
         ("n_nodes", ctypes.c_int64),
         ("held", ctypes.c_int64),
         ("busy", ctypes.c_int64),
+        ("contents", ctypes.c_void_p),
     ]
 
 
 class SettingEntry(ctypes.Structure):
     """`pg_setting`: what a recipe sets one node to, and which slots are its own."""
 
-    _fields_ = [("params", ctypes.c_void_p), ("last", ctypes.c_int64)]
+    _fields_ = [
+        ("params", ctypes.c_void_p),
+        ("last", ctypes.c_int64),
+        ("first", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+    ]
+
+
+class HeldEntry(ctypes.Structure):
+    """`pg_held`: what a node was set to last; its parameters follow."""
+
+    _fields_ = [("words", ctypes.c_int64), ("room", ctypes.c_int64), ("head", ctypes.c_char * 40)]
 
 
 class SlotEntry(ctypes.Structure):
@@ -151,6 +164,7 @@ _IN_ORDER: Final = (
     ReadNode,
     PackingEntry,
     PathEntry,
+    HeldEntry,
 )
 
 

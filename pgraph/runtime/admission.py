@@ -140,7 +140,7 @@ class Admission:
                     return None
             due = capture and specialization.due(self._options.warmup)
             early = capture and not due and self._computes(specialization, args)
-            if (due or early) and not self._cache.pays(specialization):
+            if (due or early) and not self._cache.pays(specialization, early):
                 self._wait(not_worth)
             elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))

@@ -231,12 +231,12 @@ class SpecializationCache:
             if gone.state is not State.REFUSED:  # a report goes on telling of those
                 self._stats.standings.remove(gone.standing)
 
-    def pays(self, specialization: Specialization) -> bool:
-        """Whether it is worth a capture, where sizes vary and host times are a device's."""
+    def pays(self, specialization: Specialization, computed: bool) -> bool:
+        """Whether a capture is worth it, or computing, where sizes vary and host times are a device's."""
         if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
             return True
         runs, stats = specialization.standing.runs, self._stats
-        return self.economy.pays(runs, stats.launches, stats.calls, trial.clock())
+        return self.economy.pays(runs, stats.launches, stats.calls, trial.clock(), computed)
 
     @property
     def _steps_aside(self) -> bool:
@@ -320,7 +320,7 @@ class SpecializationCache:
         specialization.captured(program, native_program(program), tried)
         self._stats.captured(built)
         self._stats.waits = None
-        self.economy.captured(built.seconds)
+        self.economy.captured(built.seconds, built.computed)
         group = self._holdings.add(specialization)
         self._tell_bytes()
         units: tuple[_Unit, ...] = group, specialization

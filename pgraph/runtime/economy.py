@@ -10,6 +10,9 @@ size is captured if both of these hold:
 * all captures of the partition together have cost no more than its launches have saved, one capture, and
   `CREDIT` of the time that has passed. So that is the most that a program can lose, whatever its sizes do.
 
+A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
+run. If that alone pays for it, nothing can be lost.
+
 A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
 before the device has even begun with them, launches count as saving nothing.
 
@@ -41,7 +44,8 @@ class Economy:
         self._behind: deque[bool] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
-        self._spent = self._cost = 0.0
+        self._computed: deque[float] = deque(maxlen=_SAMPLES)
+        self._spent = 0.0
         self._began: float | None = None
         self._new = self._weight = 0.0
         self._calls = 0
@@ -71,10 +75,9 @@ class Economy:
         """A capture was launched. Not all launches need be told."""
         self._launches.append(seconds)
 
-    def captured(self, seconds: float) -> None:
-        """A capture was made."""
-        self._costs.append(seconds)
-        self._cost = statistics.median(self._costs)
+    def captured(self, seconds: float, computed: bool = False) -> None:
+        """A capture was made, or computed."""
+        (self._computed if computed else self._costs).append(seconds)
         self._spent += seconds
 
     def wasted(self, seconds: float) -> None:
@@ -87,8 +90,8 @@ class Economy:
             return 0.0
         return max(min(self._own) - min(self._launches, default=0.0), 0.0)
 
-    def pays(self, runs: int, launches: int, calls: int, now: float) -> bool:
-        """Whether to capture a size.
+    def pays(self, runs: int, launches: int, calls: int, now: float, computed: bool = False) -> bool:
+        """Whether to capture a size, or to compute its recording.
 
         Args:
             runs: uncaptured runs of this size.
@@ -96,9 +99,12 @@ class Economy:
             calls: of the partition so far.
             now: as for `met`.
         """
-        if not self._costs:
-            return True  # what a capture costs is not known before there was one
-        cost, saves = self._cost, self.saves()
+        costs = self._computed if computed else self._costs
+        if not costs:
+            return True  # what it costs is not known before it was done once
+        cost, saves = statistics.median(costs), self.saves()
+        if computed and saves >= cost:
+            return True
         self._fade(calls)
         share = self._new / self._weight if self._weight else 1.0
         between = (1.0 - share) / share if share else float("inf")

@@ -26,6 +26,7 @@ from pgraph.errors import DriverError
 from pgraph.native import libraries
 from pgraph.native.structs import (
     ExecEntry,
+    HeldEntry,
     LaunchCalls,
     NodeEntry,
     RecipeEntry,
@@ -38,6 +39,8 @@ from pgraph.template.template import Slot
 __all__ = ["CudaExec", "CudaRecipe"]
 
 _KERNEL, _FIXED = 0, 3
+_HEAD = 36  # bytes of a kernel's struct that hold its function, dimensions and shared memory
+_SPARE = 8  # words of parameters that another kernel in a node's place may have more
 _KIND = {"kernel": _KERNEL, "memcpy": 1, "memset": 2, "empty": _FIXED}
 _numbers = itertools.count(1)
 
@@ -112,6 +115,9 @@ class CudaExec(Exec):
             fixed = node.kind != "kernel" and i not in rebound
             words.extend((_FIXED if fixed else _KIND[node.kind], int(handle)))
         self.nodes = (NodeEntry * len(nodes)).from_buffer_copy(words)
+        self._rooms = [len(node.params) // 8 + _SPARE for node in nodes]
+        self._recipes = 0
+        self._contents: list[bytes | None] = []  # as `pg_held`, where launches go through Python
         self.state = ExecEntry(
             calls=ctypes.addressof(_calls()[1]),
             exec=exec,
@@ -120,23 +126,53 @@ class CudaExec(Exec):
             n_nodes=len(self.nodes),
         )
 
-    def set(self, node: NodeEntry, params: int) -> None:
-        """Have a node take these parameters.
+    def used(self) -> None:
+        """A recipe was made for it. From the second one on, what each node was set to is remembered."""
+        self._recipes += 1
+        if self._recipes != 2:
+            return
+        self._contents = [None] * len(self.nodes)
+        if libraries.load() is None:
+            return
+        entries = (ctypes.c_void_p * max(len(self.nodes), 1))()
+        starts = list(
+            itertools.accumulate((ctypes.sizeof(HeldEntry) + 8 * n for n in self._rooms), initial=0)
+        )
+        self._held = ctypes.create_string_buffer(starts[-1] + 8)
+        base = -(-ctypes.addressof(self._held) // 8) * 8
+        for i, (start, room) in enumerate(zip(starts, self._rooms, strict=False)):
+            entry = HeldEntry.from_address(base + start)
+            entry.words, entry.room = -1, room
+            entries[i] = base + start
+        self._entries = entries
+        self.state.contents = ctypes.addressof(entries)  # last: another thread may be launching
+
+    def holds(self, position: int, content: bytes) -> bool:
+        """Whether a node was set to this last; only for launches in Python."""
+        return bool(self._contents) and self._contents[position] == content
+
+    def set(self, position: int, params: int, content: bytes) -> None:
+        """Have a node take these parameters; only for launches in Python.
 
         Args:
             params: address of the struct that the setter takes.
+            content: what the struct says.
 
         Raises:
             DriverError: it does not.
         """
         kernel, copy, fill, _ = _calls()[0]
+        node = self.nodes[position]
         if node.kind == _KERNEL:
             code = kernel(self.state.exec, node.node, params)
         else:
             code = (copy if node.kind == 1 else fill)(self.state.exec, node.node, params, self.state.ctx)
         if code:
             self.state.held = 0
+            self._contents = [None] * len(self._contents)
             check((cu.CUresult(code),))
+        if self._contents:
+            self._contents[position] = content
 
     def launch(self, stream: int) -> None:
         """Launch what the nodes were set to.
@@ -178,7 +214,8 @@ class CudaRecipe(Recipe):
         for i, node in enumerate(nodes):
             view[params[i] : params[i] + len(node.params)] = node.params
             at = _end(slots, at, first + i)
-            settings.extend((_struct(view, node, base, params[i], structs[i]), at))
+            place = params[i] // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
+            settings.extend((_struct(view, node, base, params[i], structs[i]), at, place))
         packed = b"".join(
             struct.pack("=iiq", (params[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots
         )
@@ -196,6 +233,7 @@ class CudaRecipe(Recipe):
         self._library = libraries.load()
         if self._library is not None:
             self.entry = base
+        exec.used()
 
     def launch(self, bases: list[int], stream: int) -> int:
         addresses = array.array("Q", bases)
@@ -207,20 +245,28 @@ class CudaRecipe(Recipe):
             check((cu.CUresult(-code),))
         return code
 
+    def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:
+        """What the driver is told of a node."""
+        words = bytes(memoryview(self._words)[setting.first : setting.first + setting.count])
+        return (ctypes.string_at(setting.params, _HEAD) if node.kind == _KERNEL else b"") + words
+
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
         state, count, at = self.exec.state, 0, 0
         anew = state.held != self._entry.number
-        for node, setting in zip(self.exec.nodes, self._settings, strict=True):
-            changed = anew and node.kind != _FIXED
+        for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
+            changed = False
             for s in self._slots[at : setting.last]:
                 value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
                 if self._words[s.word] != value:
                     self._words[s.word] = value
                     changed = True
             at = setting.last
+            content = self._content(node, setting) if anew or changed else b""
+            if anew:
+                changed = node.kind != _FIXED and not self.exec.holds(i, content)
             if changed:
                 count += 1
-                self.exec.set(node, setting.params)
+                self.exec.set(i, setting.params, content)
         state.held = self._entry.number
         self.exec.launch(stream)
         return count
@@ -231,9 +277,9 @@ class CudaRecipe(Recipe):
         with self.exec.lock:
             self.exec.state.held = 0
             try:
-                for node, setting in zip(self.exec.nodes, self._settings, strict=True):
+                for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
                     if node.kind == _KERNEL:
-                        self.exec.set(node, setting.params)
+                        self.exec.set(i, setting.params, self._content(node, setting))
             except DriverError:
                 return False
         return True

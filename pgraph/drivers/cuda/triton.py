@@ -80,6 +80,7 @@ def _launched(launcher: types.FunctionType, arguments: Sequence[Any]) -> tuple[t
     probe = _probes.get(launcher)
     if probe is None:
         namespace = dict(launcher.__globals__)
+        namespace.pop(launcher.__name__, None)  # it would keep the launcher, and with it this entry
         namespace["runner"] = lambda *given: namespace.update({_TOLD: given})
         probe = _probes[launcher] = types.FunctionType(
             launcher.__code__, namespace, None, launcher.__defaults__, launcher.__closure__
