@@ -21,6 +21,7 @@ Shape = tuple[int | str, ...]
 FLOATS = ("float32", "float64")
 M = 6  # the size that stays
 SIZES = (4, 4, 4, 7, 4, 5, 7)  # of N, call by call
+MANY_SIZES = (3, 3, 5, 5, 9, 9, 4, 4, 17, 2, 30, 17, 6)  # after four of them recordings may be computed
 LAYOUTS = ("plain", "transposed", "offset", "stepped", "wide")
 
 
@@ -250,7 +251,7 @@ def programs(draw: st.DrawFn) -> Program:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def arguments(program: Program, call: int, device: str) -> list[Tensor]:
+def arguments(program: Program, call: int, device: str, sizes: Sequence[int] = SIZES) -> list[Tensor]:
     """Fresh arguments at fresh addresses; the same numbers for the same call."""
     numbers = torch.Generator().manual_seed(call)
     made: dict[str, Tensor] = {}
@@ -258,7 +259,7 @@ def arguments(program: Program, call: int, device: str) -> list[Tensor]:
         if i.shares is not None:
             made[i.name] = made[i.shares].view_as(made[i.shares])
             continue
-        shape = tuple(SIZES[call] if n == "N" else int(n) for n in i.shape)
+        shape = tuple(sizes[call] if n == "N" else int(n) for n in i.shape)
         data = (
             torch.rand(shape, generator=numbers, dtype=torch.float64).to(getattr(torch, i.dtype)).to(device)
         )
@@ -297,9 +298,15 @@ def _seed(number: int, device: str) -> None:
         torch.manual_seed(number)
 
 
-def run(program: Program, fn: Callable[..., tuple[Tensor, ...]], call: int, device: str) -> list[Tensor]:
+def run(
+    program: Program,
+    fn: Callable[..., tuple[Tensor, ...]],
+    call: int,
+    device: str,
+    sizes: Sequence[int] = SIZES,
+) -> list[Tensor]:
     """Results, arguments as they are afterwards, and gradients of one call."""
-    given = arguments(program, call, device)
+    given = arguments(program, call, device, sizes)
     _seed(call, device)
     results = fn(*given)
     found = [r.detach() for r in results] + [x.detach() for x in given]
@@ -317,16 +324,18 @@ def check(
     codegen: str = "aten",
     device: str = "cpu",
     compiled: Sequence[Callable[[Any, bool | None], Any]] = (),
+    sizes: Sequence[int] = SIZES,
 ) -> bool:
     """Eager and each compiled function agree over several calls; False if eager itself refuses the program,
     or PyTorch without pgraph cannot compile it.
 
     Args:
         compiled: (function, dynamic) -> compiled function; pgraph on the host driver if there is none.
+        sizes: of N, call by call.
     """
     fn = program.function()
     try:
-        wanted = [run(program, fn, call, device) for call in range(len(SIZES))]
+        wanted = [run(program, fn, call, device, sizes) for call in range(len(sizes))]
     except RuntimeError:  # what is written in place was needed by the backward; two names for one memory
         return False
     chance = random.Random(0)
@@ -335,9 +344,9 @@ def check(
         for call, want in enumerate(wanted):
             kept = poison(chance, device)
             try:
-                got = run(program, made, call, device)
+                got = run(program, made, call, device, sizes)
             except Exception:
-                if _breaks_without_pgraph(program, fn, call, device):
+                if _breaks_without_pgraph(program, fn, call, device, sizes):
                     return False
                 raise
             del kept
@@ -354,11 +363,11 @@ def _differ(call: int, place: int, got: Tensor, want: Tensor, found: str = "") -
     return f"call {call}, tensor {place}: {got} instead of {want}\n{found}"
 
 
-def _breaks_without_pgraph(program: Program, fn: Any, call: int, device: str) -> bool:
+def _breaks_without_pgraph(program: Program, fn: Any, call: int, device: str, sizes: Sequence[int]) -> bool:
     """Whether PyTorch itself cannot compile the program for these arguments."""
     torch._dynamo.reset()
     try:
-        run(program, torch.compile(fn, backend="aot_eager", dynamic=program.dynamic), call, device)
+        run(program, torch.compile(fn, backend="aot_eager", dynamic=program.dynamic), call, device, sizes)
     except Exception:
         return True
     return False

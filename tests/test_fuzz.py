@@ -5,12 +5,14 @@ PGRAPH_FUZZ_PROGRAMS=2000 python -m pytest tests/test_fuzz.py       # as many as
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
-from support_fuzz import Program, check, programs
+from support_fuzz import MANY_SIZES, SIZES, Program, check, programs
 
 import pgraph
 
@@ -19,11 +21,11 @@ PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "200"))
 COMPILED = 4  # of them also with Inductor's code
 
 
-def try_program(program: Program, codegen: str) -> None:
+def try_program(program: Program, codegen: str, sizes: Sequence[int] = SIZES) -> None:
     torch._dynamo.reset()
     pgraph.reset()
     try:
-        valid = check(program, codegen)
+        valid = check(program, codegen, sizes=sizes)
     except Exception as e:
         e.add_note(f"\nThe program as a script, to be run in tests/:\n\n{program.script(codegen)}\n")
         raise
@@ -49,3 +51,19 @@ def test_programs_in_inductors_code(inductor_cache: object) -> None:
         try_program(program, "inductor")
 
     one()
+
+
+def test_programs_whose_sizes_are_computed(inductor_cache: object) -> None:
+    computed = 0
+
+    @seed(3)
+    @settings(max_examples=COMPILED, database=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def one(program: Program) -> None:
+        nonlocal computed
+        assume(any("N" in given.shape for given in program.inputs))
+        try_program(dataclasses.replace(program, dynamic=True), "inductor", MANY_SIZES)
+        computed += pgraph.report().computed
+
+    one()
+    assert computed, "no recording was ever computed"

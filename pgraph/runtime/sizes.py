@@ -120,8 +120,8 @@ class Sizes:
             return
         log.log(
             logging.INFO if self._varying or self.listed else logging.WARNING,
-            "%s was captured again because %s. Each set of sizes needs a capture of its own%s. Fix: pad to a "
-            "few sizes, or list the ones worth a capture in option capture_sizes",
+            "%s was captured again because %s. Each set of sizes needs a recording of its own%s. Fix: pad to "
+            "a few sizes, or list the ones worth a capture in option capture_sizes",
             self._name,
             self._changes(before, values),
             f" (at most {self._limit} are kept)" if self._limit is not None else "",

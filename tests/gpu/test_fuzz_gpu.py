@@ -5,6 +5,7 @@ PGRAPH_FUZZ_PROGRAMS=1000 python -m pytest -n 14 tests/gpu/test_fuzz_gpu.py     
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from gpu_helpers import compile_pgraph
 from hypothesis import HealthCheck, assume, given, seed, settings
-from support_fuzz import Program, check, programs
+from support_fuzz import MANY_SIZES, Program, check, programs
 
 import pgraph
 
@@ -50,3 +51,27 @@ def test_programs(shard: int) -> None:
 
     one()
     assert launches, "nothing was ever launched"
+
+
+def test_programs_whose_sizes_are_computed() -> None:
+    """In Inductor's code, which takes long to compile."""
+    computed = 0
+
+    def on_gpu(fn: Any, dynamic: bool | None) -> Any:
+        chosen = {"min_ops": 1, "step_aside": False, "inductor": {"fallback_random": True}}
+        return compile_pgraph(fn, dynamic=dynamic, driver="cuda", **chosen)
+
+    @seed(3)
+    @settings(max_examples=4, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def one(program: Program) -> None:
+        nonlocal computed
+        assume(any("N" in given.shape for given in program.inputs))
+        torch._dynamo.reset()
+        pgraph.reset()
+        varying = dataclasses.replace(program, dynamic=True)
+        assume(check(varying, "inductor", "cuda", (on_gpu,), MANY_SIZES))
+        computed += pgraph.report().computed
+
+    one()
+    assert computed, "no recording was ever computed"
