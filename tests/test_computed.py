@@ -294,6 +294,19 @@ def test_a_call_is_recorded_again_under_other_settings() -> None:
     assert computer().reason is None
 
 
+def test_a_call_that_is_given_one_tensor_twice() -> None:
+    """It is no call of two tensors of the same sizes."""
+
+    def squares(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.relu(x.t() @ x)  # 8 x 8, as w is
+        return (y @ y) + (y @ w) + (w @ w) + x.shape[0]
+
+    model = compiled(squares)
+    call(model, (*WARM, 17, 2, 17), squares)
+    assert made() == (6, 2)
+    assert computer().reason is None
+
+
 def test_what_misaligned_inputs_need_is_captured() -> None:
     """Inductor's code copies them: nothing is computed of them, and nothing learnt."""
     model = compiled()

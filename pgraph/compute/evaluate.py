@@ -9,7 +9,7 @@ from typing import Any
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Call, Check, Drop, Figure, Make, Place, Run, Script
 from pgraph.drivers.interface import ALIGNMENT, extent
-from pgraph.drivers.operands import Operand
+from pgraph.drivers.operands import Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
@@ -130,7 +130,7 @@ class _Evaluation:
         site, slots = known
         if len(site.outputs) != len(event.results):
             raise NotComputableError(f"{event.function} has {len(site.outputs)} new results")
-        given = [i for i, a in enumerate(event.arguments) if isinstance(a, Place)]
+        given = distinct(arguments)
         ranges = [self.adopted(a, first) for a in site.allocations[site.n_inputs :]]
         for slot in slots:
             if slot.region < site.n_inputs:

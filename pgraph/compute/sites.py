@@ -20,7 +20,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved
 from pgraph.compute.script import Call
 from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
-from pgraph.drivers.operands import Operand
+from pgraph.drivers.operands import Operand, distinct
 from pgraph.errors import CaptureError, MatchError, RecountError
 from pgraph.template.match import match
 from pgraph.template.proofs import Proofs
@@ -51,17 +51,24 @@ class LibraryCall:
 
     def key(self) -> Hashable:
         """Equal for calls of one script that record the same nodes, but for addresses."""
-        return self.event.kind, tuple(map(_likeness, self.arguments)), self.settings
+        same = tuple(self._numbers) if len(self.operands) < len(self._numbers) else None
+        return self.event.kind, tuple(map(_likeness, self.arguments)), same, self.settings
 
     @property
     def operands(self) -> list[Operand]:
-        """The tensors among its arguments."""
-        return [a for a in self.arguments if isinstance(a, Operand)]
+        """The tensors among its arguments, each once."""
+        return [self.arguments[i] for i in distinct(self.arguments)]
+
+    @property
+    def _numbers(self) -> list[int]:
+        """For each argument that is a tensor, which one."""
+        operands = self.operands
+        return [operands.index(a) for a in self.arguments if isinstance(a, Operand)]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Call; the results that are none of the arguments."""
-        given, at = list(self.arguments), iter(tensors)
-        given = [next(at) if isinstance(a, Operand) else a for a in given]
+        """Call with these operands; the results that are none of the arguments."""
+        at = iter(self._numbers)
+        given = [tensors[next(at)] if isinstance(a, Operand) else a for a in self.arguments]
         args, options = tree_unflatten(given, self.event.spec)
         known = {id(value) for value in given if isinstance(value, torch.Tensor)}
         return [r for r in tree_flatten(self.event.function(*args, **options))[0] if id(r) not in known]

@@ -41,7 +41,10 @@ _ALLOCATORS: Final = ("empty_strided_cpu", "empty_strided_cuda", "empty_strided"
 _SAME_NAME: Final = (
     *("reinterpret_tensor", "assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata"),
 )
-_PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+_PLAIN: Final = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 class _Stand:
@@ -68,6 +71,7 @@ class _Trace:
         self.events: list[Event] = []
         self.held: list[int] = []
         self.kinds: dict[Any, int] = {}  # of calls
+        self.launches = 0
         self.open = True
 
     def stand(self, place: Place, dtype: Any) -> _Stand:
@@ -120,8 +124,8 @@ class _Trace:
             unknown = options.keys() - {"stream"}
             if unknown:
                 raise NotComputableError(f"{name} is launched with {', '.join(sorted(unknown))}")
-            number = sum(isinstance(event, Run) for event in self.events)
-            self.events.append(Run(number, name, kernel, tuple(map(self.leaf, arguments))))
+            self.events.append(Run(self.launches, name, kernel, tuple(map(self.leaf, arguments))))
+            self.launches += 1
 
         return run
 
@@ -143,8 +147,6 @@ class _Trace:
         if isinstance(value, Number):
             return Figure(value.place)
         if isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
-            return value
-        if isinstance(value, torch.device):
             return value
         raise NotComputableError(f"an argument of type {type(value).__name__}")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Operand"]
+__all__ = ["Operand", "distinct"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,3 +25,12 @@ class Operand:
     stride: tuple[int, ...]
     dtype: Any
     offset: int
+
+
+def distinct(arguments: Sequence[Any]) -> list[int]:
+    """Positions of the operands among some arguments; of equal ones, which are one tensor, the first."""
+    found: dict[Operand, int] = {}
+    for i, value in enumerate(arguments):
+        if isinstance(value, Operand):
+            found.setdefault(value, i)
+    return list(found.values())
