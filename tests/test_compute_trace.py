@@ -11,8 +11,10 @@ import torch
 from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Make, Place, Run, Script
+from pgraph.compute.script import Call, Check, Drop, Host, Make, Place, Run, Script
+from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
+from pgraph.drivers.operands import HostOperand
 
 CPU = torch.device("cpu")
 
@@ -169,3 +171,31 @@ def test_ops_in_place_return_their_argument() -> None:
     assert run.arguments[0] == Place(0)
     assert isinstance(run.arguments[1], torch.Tensor)
     assert script.results == (Place(0),)
+
+
+def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
+    """Attention's seeds, which go from its forward to its backward and are read by nobody."""
+    body = """
+        n, x, seed = args
+        args.clear()
+        y = torch.ops.aten.native_dropout.default(seed, 0.5, True)[0]
+        return (y, seed)
+    """
+    module = {"torch": torch, "extern_kernels": extern_kernels}
+    exec("def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    "), module)
+    given = [3, torch.ones(3, device="meta"), torch.ones(())]
+    script = traced(module["call"], given, torch.device("meta"), kernels)
+    assert script.inputs == (1,)
+    (call,) = (event for event in script.events if isinstance(event, Call))
+    assert call.arguments[0] == Host(2)
+    assert script.results[1] == Host(2)
+    calls = [LibraryCall(call, (HostOperand(torch.rand(())), 0.5, True), 0) for _ in range(2)]
+    assert calls[0].key() == calls[1].key()
+    assert calls[0].key() != LibraryCall(call, (HostOperand(torch.rand(2)), 0.5, True), 0).key()
+    assert len(calls[0].run([])) == 2
+    with pytest.raises(NotComputableError, match="asks a tensor on the host for its item"):
+        traced(_item, given, torch.device("meta"), kernels)
+
+
+def _item(args: list[Any]) -> list[Any]:
+    return [args[2].item()]

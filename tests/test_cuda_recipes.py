@@ -216,6 +216,10 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
             launches, size = len(device.launched), all_sizes[which]
             want, device.calls, device.fail_at = wanted(size, bases), 0, will_fail
             anew, was = exec.state.held != recipes[which]._entry.number, dict(device.content)
+            if tried and not recipes[which]._untried:
+                assert recipes[which].fits()
+                assert device.calls == 0, "its functions were taken before"
+                continue
             if tried:
                 kernels = {100 + i for i, node in enumerate(size.nodes) if node.kind == "kernel"}
                 fits = recipes[which].fits()
@@ -239,6 +243,21 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
             elif before == (which, bases):
                 assert count == 0
             before, known = (which, bases), set(want)
+
+
+def test_a_function_is_tried_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a node's place: what a driver took there it takes with other dimensions and parameters."""
+    made, other = kernel("kernel", 2, [5, 6])[0], kernel("kernel", 3, [7, 8, 9])[0]
+    again = kernel("kernel", 3, [1, 2, 3])[0]
+    all_sizes = [Size([node], []) for node in (made, other, again)]
+    device, _, recipes = recipes_of(monkeypatch, way, all_sizes)
+    counts = []
+    for recipe in (*recipes, recipes[1]):
+        device.calls = 0
+        assert recipe.fits()
+        counts.append(device.calls)
+    assert counts == [0, 1, 1, 0], "the last two were made before the second one was tried"
+    assert cuda_exec.CudaRecipe(recipes[0].exec, [again], [], FIRST)._untried == set()
 
 
 def test_only_nodes_that_differ_are_set(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Figure, Make, Place, Run, Script
+from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script
 from pgraph.drivers.interface import ALIGNMENT, extent
-from pgraph.drivers.operands import Operand, distinct
+from pgraph.drivers.operands import HostOperand, Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
@@ -66,7 +66,7 @@ class _Evaluation:
         values = script.tape.replay(arguments)
         if values is None:
             raise NotComputableError("the generated code goes another way for these sizes")
-        self.script, self.values, self.tools = script, values, tools
+        self.script, self.arguments, self.values, self.tools = script, arguments, values, tools
         self.told: dict[tuple[int, ...], tuple[int, ...]] = {}  # numbers by places: most come many times
         self.position = _BASE
         self.ranges: list[_Range] = []
@@ -207,6 +207,8 @@ class _Evaluation:
             return self.operand(value)
         if isinstance(value, Figure):
             return self.values[value.place]
+        if isinstance(value, Host):
+            return HostOperand(self.arguments[value.position])
         return value
 
     def operand(self, place: Place) -> Operand:
@@ -250,6 +252,8 @@ class _Evaluation:
         return recording, slots
 
     def output(self, position: int, leaf: Any, region: dict[int, int]) -> OutputSpec:
+        if isinstance(leaf, Host):
+            return OutputSpec(constant=self.arguments[leaf.position], unread=True)
         if not isinstance(leaf, Place):
             return OutputSpec(constant=self.argument(leaf))
         memory = self.memories[leaf.memory]
@@ -287,24 +291,17 @@ def evaluate(
         NotComputableError: these sizes have to be captured.
     """
     evaluation = _Evaluation(script, arguments, alignments, tools)
+    steps: dict[type, Callable[[Any], None]] = {
+        Make: evaluation.make,
+        Run: evaluation.run,
+        Call: evaluation.call,
+        Check: evaluation.check,
+        Drop: evaluation.drop,
+    }
     try:
-        _follow(script, evaluation)
+        for event in script.events:
+            steps[type(event)](event)
     except NotComputableError:
         if not evaluation.outlined:
             raise
     return None if evaluation.outlined else evaluation.recording()
-
-
-def _follow(script: Script, evaluation: _Evaluation) -> None:
-    for event in script.events:
-        match event:
-            case Make():
-                evaluation.make(event)
-            case Run():
-                evaluation.run(event)
-            case Call():
-                evaluation.call(event)
-            case Check():
-                evaluation.check(event)
-            case Drop():
-                evaluation.drop(event)

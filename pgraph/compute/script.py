@@ -10,7 +10,7 @@ from typing import Any
 
 from pgraph.compute.tape import Tape
 
-__all__ = ["Call", "Check", "Drop", "Event", "Figure", "Make", "Place", "Run", "Script"]
+__all__ = ["Call", "Check", "Drop", "Event", "Figure", "Host", "Make", "Place", "Run", "Script"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +18,17 @@ class Figure:
     """A number among the arguments of a kernel or of a call."""
 
     place: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """An argument of the partition that lies on the host: a seed of attention, which no kernel reads.
+
+    Args:
+        position: among the arguments.
+    """
+
+    position: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

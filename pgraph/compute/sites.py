@@ -20,7 +20,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved
 from pgraph.compute.script import Call
 from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
-from pgraph.drivers.operands import Operand, distinct
+from pgraph.drivers.operands import HostOperand, Operand, distinct
 from pgraph.errors import CaptureError, MatchError, RecountError
 from pgraph.template.match import match
 from pgraph.template.proofs import Proofs
@@ -68,7 +68,7 @@ class LibraryCall:
     def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Call with these operands; the results that are none of the arguments."""
         at = iter(self._numbers)
-        given = [tensors[next(at)] if isinstance(a, Operand) else a for a in self.arguments]
+        given = [tensors[next(at)] if isinstance(a, Operand) else _value(a) for a in self.arguments]
         args, options = tree_unflatten(given, self.event.spec)
         known = {id(value) for value in given if isinstance(value, torch.Tensor)}
         return [r for r in tree_flatten(self.event.function(*args, **options))[0] if id(r) not in known]
@@ -280,8 +280,14 @@ def _alignment(address: int) -> int:
     return min(address & -address, ALIGNMENT)
 
 
+def _value(argument: Any) -> Any:
+    return argument.tensor if isinstance(argument, HostOperand) else argument
+
+
 def _likeness(value: Any) -> Hashable:
     """All of an argument that kernels may depend on."""
+    if isinstance(value, HostOperand):
+        return "host", tuple(value.tensor.size()), value.tensor.dtype
     if isinstance(value, Operand):
         return value.size, value.stride, value.dtype, _alignment(value.address), value.offset
     if isinstance(value, torch.Tensor):  # a constant of the code

@@ -31,7 +31,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Event, Figure, Make, Place, Run, Script
+from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
 from pgraph.compute.tape import Number, Tape
 
 __all__ = ["traced"]
@@ -61,6 +61,19 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         raise NotComputableError(f"the generated code asks a tensor for its {name}")
+
+
+class _Elsewhere:
+    """In the place of a tensor that is not on the device."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+
+    def host(self) -> Host:
+        return Host(self._position)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotComputableError(f"the generated code asks a tensor on the host for its {name}")
 
 
 class _Trace:
@@ -146,6 +159,8 @@ class _Trace:
             return value.place
         if isinstance(value, Number):
             return Figure(value.place)
+        if isinstance(value, _Elsewhere):
+            return value.host()
         if isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
             return value
         raise NotComputableError(f"an argument of type {type(value).__name__}")
@@ -233,6 +248,8 @@ def traced(
             given.append(trace.stand(Place(trace.memory()), value.dtype))
         elif type(value) is int:
             given.append(trace.tape.argument(i, value))
+        elif isinstance(value, torch.Tensor):
+            given.append(_Elsewhere(i))
         else:
             given.append(value)
     run = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Operand", "distinct"]
+__all__ = ["HostOperand", "Operand", "distinct"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,17 @@ class Operand:
     stride: tuple[int, ...]
     dtype: Any
     offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HostOperand:
+    """A tensor argument on the host, which no kernel reads.
+
+    Args:
+        tensor: a `torch.Tensor`; another one at each call.
+    """
+
+    tensor: Any
 
 
 def distinct(arguments: Sequence[Any]) -> list[int]:

@@ -88,6 +88,9 @@ class CudaExec(Exec):
         first, last: of the range.
         slots: of the range. A copy or a fill without any is never set.
         stream: on which the exec is uploaded; it is waited for.
+
+    Attributes:
+        taken: (node, function) of each kernel that the driver took in a node's place.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class CudaExec(Exec):
             words.extend((_FIXED if fixed else _KIND[node.kind], int(handle)))
         self.nodes = (NodeEntry * len(nodes)).from_buffer_copy(words)
         self._rooms = [len(node.params) // 8 + _SPARE for node in nodes]
+        self.taken = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
         self._recipes = 0
         self._contents: list[bytes | None] = []  # as `pg_held`, where launches go through Python
         self.state = ExecEntry(
@@ -233,6 +237,8 @@ class CudaRecipe(Recipe):
         self._library = libraries.load()
         if self._library is not None:
             self.entry = base
+        functions = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
+        self._untried = functions - exec.taken
         exec.used()
 
     def launch(self, bases: list[int], stream: int) -> int:
@@ -272,8 +278,18 @@ class CudaRecipe(Recipe):
         return count
 
     def fits(self) -> bool:
+        if not self._untried:
+            return True  # what a driver refuses is a function in a node's place
         if self._library is not None:
-            return self._library.pg_fits(ctypes.addressof(self._entry)) == 0
+            took = self._library.pg_fits(ctypes.addressof(self._entry)) == 0
+        else:
+            took = self._fits_in_python()
+        if took:
+            self.exec.taken |= self._untried
+            self._untried = set()
+        return took
+
+    def _fits_in_python(self) -> bool:
         with self.exec.lock:
             self.exec.state.held = 0
             try:
