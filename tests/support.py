@@ -87,9 +87,11 @@ def train(module: nn.Module, call: Callable[..., Tensor], *inputs: Tensor) -> di
     return found | {f"buffer {k}": b.clone() for k, b in module.named_buffers()}
 
 
-OLDER = TorchVersion(torch.__version__) < "2.15"
-"""From 2.15 on AOTAutograd traces a program into fewer ops, and Dynamo goes on where it skipped a function
-before: what tells nodes and breaks one by one is compared with older ones only."""
+BEFORE_2_14 = TorchVersion(torch.__version__) < "2.14"
+"""From 2.14 on AOTAutograd traces a program into fewer ops, and Dynamo compiles a module of torch in place."""
+
+BEFORE_2_15 = TorchVersion(torch.__version__) < "2.15"
+"""From 2.15 on Dynamo goes on around an LSTM, and strides that AOTAutograd is told of keep their symbols."""
 
 
 class MLP(nn.Module):

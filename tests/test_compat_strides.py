@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OLDER
+from support import BEFORE_2_15
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,7 +32,7 @@ def test_output_strides_are_taken_over() -> None:
             told += [None, (size * 2, 1)]
         assert context.output_strides is kept
         assert kept == [None, (8, 1)]
-        assert (type(kept[1][0]) is int) == OLDER
+        assert (type(kept[1][0]) is int) == BEFORE_2_15
     with compat.own_output_strides():  # without a context
         assert TracingContext.try_get() is None
 

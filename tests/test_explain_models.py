@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support import OLDER, Block
+from support import BEFORE_2_15, Block
 from support_explain import HOST, explain, text
 from torch import Tensor, nn
 
@@ -349,7 +349,7 @@ inference 1
     )
 
 
-@pytest.mark.skipif(not OLDER, reason="Dynamo goes on around the LSTM")
+@pytest.mark.skipif(not BEFORE_2_15, reason="Dynamo goes on around the LSTM")
 def test_embedding_convolution_and_lstm() -> None:
     model = torch.compile(Mixed(), backend="pgraph", dynamic=False, options=HOST)
     found = pgraph.explain(lambda tokens: model(tokens).sum().backward())(torch.randint(0, 7, (2, 6)))

@@ -9,7 +9,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from support import MLP, OLDER, host
+from support import BEFORE_2_14, MLP, host
 
 import pgraph
 from pgraph.partition.facts import GraphFacts, PartitionFacts
@@ -47,7 +47,7 @@ class TestTexts(expecttest.TestCase):
             """pgraph: 0 captures, 0 nodes, 0 slots, 0 launches, 0 nodes rewritten, 0 refusals""",
         )
 
-    @pytest.mark.skipif(not OLDER, reason="AOTAutograd traces fewer ops")
+    @pytest.mark.skipif(not BEFORE_2_14, reason="AOTAutograd traces fewer ops")
     def test_a_report_after_training(self) -> None:
         model = MLP()
         compiled = host(model)
@@ -90,7 +90,7 @@ pgraph: 0 captures, 0 nodes, 0 slots, 2 launches, 0 nodes rewritten, 1 refusal
         stats.standings.append(Standing(State.REFUSED, reason=first))
         assert stats.refusals == (second, first)
 
-    @pytest.mark.skipif(not OLDER, reason="AOTAutograd traces fewer ops")
+    @pytest.mark.skipif(not BEFORE_2_14, reason="AOTAutograd traces fewer ops")
     def test_the_template_of_an_mlp(self) -> None:
         model = MLP()
         compiled = host(model)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import MLP, OLDER, host
+from support import BEFORE_2_14, MLP, host
 from support_explain import lines
 from torch import Tensor, nn
 
@@ -152,7 +152,7 @@ def test_a_module_of_torch_compiled_in_place_is_told_of() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.compile(backend="pgraph", options={"driver": "host", "codegen": "aten", "min_ops": 1})
     model(torch.ones(2, 4))
-    if OLDER:  # from 2.15 on Dynamo compiles it
+    if BEFORE_2_14:  # from 2.14 on Dynamo compiles it
         assert "nothing has reached pgraph" in str(pgraph.report())
         assert "Fix: torch.compile(module) in the place of module.compile()" in str(pgraph.report())
     fixed = host(model)
