@@ -88,7 +88,7 @@ def train(module: nn.Module, call: Callable[..., Tensor], *inputs: Tensor) -> di
 
 
 BEFORE_2_14 = TorchVersion(torch.__version__) < "2.14"
-"""From 2.14 on AOTAutograd traces a program into fewer ops, and Dynamo compiles a module of torch in place."""
+"""From 2.14 on AOTAutograd traces programs into fewer ops, and Dynamo compiles modules of torch in place."""
 
 BEFORE_2_15 = TorchVersion(torch.__version__) < "2.15"
 """From 2.15 on Dynamo goes on around an LSTM, and strides that AOTAutograd is told of keep their symbols."""
