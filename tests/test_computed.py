@@ -40,12 +40,13 @@ def compiled(fn: Callable[..., Any] = work, **options: Any) -> Any:
     return host(fn, codegen="inductor", dynamic=True, **options)
 
 
-W = torch.randn(8, 8)
+# In double precision: Inductor rounds otherwise than eager.
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def call(model: Any, sizes: Iterable[int], fn: Callable[..., Any] = work) -> None:
     for n in sizes:
-        x = torch.randn(n, 8)
+        x = torch.randn(n, 8, dtype=W.dtype)
         same(model(x, W), fn(x, W), rtol=1e-4, atol=1e-5)
 
 
@@ -185,7 +186,7 @@ def test_a_library_that_records_another_node_at_some_sizes(monkeypatch: pytest.M
         real(self, op, args, kwargs, fresh, positions)
         if op.overloadpacket.__name__ == "mm" and args[0].size(0) > 10:
             out = kwargs["out"]
-            self._add("memcpy", "split", (), [out.data_ptr(), out.data_ptr(), out.numel() * 4])
+            self._add("memcpy", "split", (), [out.data_ptr(), out.data_ptr(), out.nbytes])
 
     monkeypatch.setattr(HostSession, "_record", record)
     model = compiled()
@@ -277,7 +278,7 @@ def test_a_call_is_recorded_again_under_other_settings() -> None:
 
     def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
         if op.overloadpacket.__name__ == "mm" and torch.backends.cudnn.benchmark:
-            self._add("memset", "chosen", (), [kwargs["out"].data_ptr(), 0, kwargs["out"].numel() * 4])
+            self._add("memset", "chosen", (), [kwargs["out"].data_ptr(), 0, kwargs["out"].nbytes])
         real(self, op, args, kwargs, fresh, positions)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -313,13 +314,13 @@ def test_what_misaligned_inputs_need_is_captured() -> None:
 
     def call_from(offset: int, sizes: Iterable[int]) -> None:
         for n in sizes:
-            x = torch.randn(n * 8 + offset)[offset:].view(n, 8)
+            x = torch.randn(n * 8 + offset, dtype=W.dtype)[offset:].view(n, 8)
             same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
 
     call_from(1, (*WARM, 17, 17))
     assert made() == (5, 0)
     assert computer().reason is None
-    call_from(4, (6, 6, 7, 7, 8, 8, 10, 11))
+    call_from(2, (6, 6, 7, 7, 8, 8, 10, 11))
     assert made() == (10, 2), "three were compared, 10 and 11 computed"
 
 
@@ -330,7 +331,7 @@ def test_a_number_that_never_varied_is_not_trusted() -> None:
     model = compiled(two)
     sizes = [(n, 4) for n in WARM] + [(12, 4), (12, 7), (12, 7), (13, 7), (13, 7)]
     for n, k in sizes:
-        x, w = torch.randn(n, k), torch.randn(k, k)
+        x, w = torch.randn(n, k, dtype=W.dtype), torch.randn(k, k, dtype=W.dtype)
         same(model(x, w), two(x, w), rtol=1e-4, atol=1e-5)
     report = pgraph.report()
     assert report.computed == 2, "(12, 4) and (13, 7); at (12, 7) the 7 had never been compared"
