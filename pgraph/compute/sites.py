@@ -51,7 +51,9 @@ class LibraryCall:
 
     def key(self) -> Hashable:
         """Equal for calls of one script that record the same nodes, but for addresses."""
-        same = tuple(self._numbers) if len(self.operands) < len(self._numbers) else None
+        places = distinct(self.arguments)
+        given = sum(isinstance(a, Operand) for a in self.arguments)
+        same = tuple(self._numbers) if len(places) < given else None
         return self.event.kind, tuple(map(_likeness, self.arguments)), same, self.settings
 
     @property

@@ -40,8 +40,10 @@ class HostOperand:
 
 def distinct(arguments: Sequence[Any]) -> list[int]:
     """Positions of the operands among some arguments; of equal ones, which are one tensor, the first."""
-    found: dict[Operand, int] = {}
-    for i, value in enumerate(arguments):
-        if isinstance(value, Operand):
-            found.setdefault(value, i)
-    return list(found.values())
+    places = [i for i, value in enumerate(arguments) if isinstance(value, Operand)]
+    if len({arguments[i].address for i in places}) == len(places):
+        return places  # as most often, and soon told
+    first: dict[Operand, int] = {}
+    for i in places:
+        first.setdefault(arguments[i], i)
+    return list(first.values())

@@ -1,0 +1,229 @@
+"""What a script gives at certain sizes, with library calls and kernels that are made up."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.select_algorithm import extern_kernels
+
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.trace import traced
+from pgraph.drivers.operands import Operand
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
+from pgraph.template.template import Slot
+from pgraph.template.topology import chain
+
+F32 = torch.float32
+
+
+class Kernel:
+    """Stands for a generated one."""
+
+
+def script_of(body: str, *arguments: Any) -> Script:
+    module: dict[str, Any] = {"torch": torch, "extern_kernels": extern_kernels, "kernel": Kernel()}
+    module |= dict.fromkeys(("empty_strided_cuda", "reinterpret_tensor", "assert_size_stride"))
+    exec("def call(args):\n" + "\n".join(f"    {line.strip()}" for line in body.strip().splitlines()), module)
+
+    def kernels(namespace: Mapping[str, Any]) -> list[str]:
+        return [name for name, value in namespace.items() if isinstance(value, Kernel)]
+
+    return traced(module["call"], arguments, torch.device("cpu"), kernels)
+
+
+def node_of(name: str, words: Sequence[int]) -> NodeRecord:
+    return NodeRecord("kernel", name, (), struct.pack(f"={len(words)}Q", *words))
+
+
+def kernel_node(
+    position: int, event: Run, arguments: Sequence[Any]
+) -> tuple[NodeRecord, list[tuple[int, int]]]:
+    """A word for each argument: an address, or a number."""
+    words = [a.address if isinstance(a, Operand) else a for a in arguments]
+    operands = [(8 * i, i) for i, a in enumerate(arguments) if isinstance(a, Operand)]
+    return node_of(event.name, words), operands
+
+
+def product(event: Call, arguments: Sequence[Any]) -> Proved:
+    """`mm` as two nodes: one fills the library's workspace, one reads it; scratch lives in between."""
+    a, b, out = (x for x in arguments if isinstance(x, Operand))
+    base = 1 << 50
+    inputs = tuple(GhostAllocation(base + i * 4096, 64, 0, 2) for i in range(3))
+    scratch = GhostAllocation(base + 3 * 4096, 128, 0, 2)
+    workspace = GhostAllocation(base + 4 * 4096, 1024, 0, None, library=True)
+    sizes = (*a.size, *b.size, *out.size)
+    nodes = (node_of("fill", [0]), node_of("mm", [0, 0, 0, 0, *sizes]))
+    slots = (Slot(0, 0, 4, 0), Slot(1, 0, 0, 0), Slot(1, 8, 1, 8), Slot(1, 16, 2, 0), Slot(1, 24, 3, 0))
+    recording = Recording(nodes, chain(2), (*inputs, scratch, workspace), 3, (), (0, 0), None, steps=(0, 2))
+    return recording, slots
+
+
+def test_lifetimes_are_those_of_a_capture() -> None:
+    """Deaths are noted where a recorder looks: when memory is made, and around calls; not at kernels."""
+    script = script_of(
+        """
+        n, x = args
+        args.clear()
+        buf0 = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+        kernel.run(x, buf0, n, stream=0)
+        del x
+        kernel.run(buf0, n, stream=0)
+        buf1 = empty_strided_cuda((n, n), (n, 1), torch.float32)
+        extern_kernels.mm(buf0, reinterpret_tensor(buf0, (4, n), (1, 4), 2), out=buf1)
+        del buf0
+        buf2 = empty_strided_cuda((n, ), (1, ), torch.float32)
+        extern_kernels.mm(buf1, buf1, out=buf2)
+        kernel.run(buf2, stream=0)
+        del buf2
+        return (buf1, n)
+        """,
+        6,
+        torch.ones(6, 4),
+    )
+    found = evaluate(script, [10, torch.ones(10, 4)], [16], Tools(kernel_node, both, {}))
+    assert found is not None
+    recording, slots = found
+    names = [node.name for node in recording.nodes]
+    assert names == ["kernel", "kernel", "fill", "mm", "fill", "mm", "kernel"]
+    lives = [(a.nbytes, a.birth, a.death, a.library) for a in recording.allocations]
+    assert lives == [
+        (160, 0, 2, False),  # x: dropped after the first kernel, noted when memory was made
+        (160, 0, 4, False),
+        (400, 2, None, False),
+        (128, 2, 4, False),  # scratch of the first product
+        (1024, 2, None, True),  # one workspace for both
+        (40, 4, 7, False),
+        (128, 4, 6, False),
+    ]
+    assert recording.steps == (0, 2, 4, 6, 7)
+    assert recording.n_inputs == 1
+    told = [(s.node, s.offset, s.region, s.delta) for s in slots]
+    assert told == [
+        *((0, 0, 0, 0), (0, 8, 1, 0), (1, 0, 1, 0)),
+        *((2, 0, 4, 0), (3, 0, 1, 0), (3, 8, 1, 16), (3, 16, 2, 0), (3, 24, 3, 0)),
+        *((4, 0, 4, 0), (5, 0, 2, 0), (5, 8, 5, 0), (5, 16, 6, 0)),
+        (6, 0, 5, 0),
+    ]
+    result, number = recording.outputs
+    assert result == OutputSpec(region=2, layout=TensorSpec((10, 10), (10, 1), F32, 0))
+    assert number == OutputSpec(constant=10)
+
+
+def both(event: Call, arguments: Sequence[Any]) -> Proved:
+    """Of three tensors, or of two: the third is the second then."""
+    operands = [x for x in arguments if isinstance(x, Operand)]
+    if len(set(operands)) == 3:
+        found, slots = product(event, arguments)
+        return found, tuple(s if (s.node, s.offset) != (1, 8) else Slot(1, 8, 1, 8) for s in slots)
+    recording, _ = product(event, arguments)
+    fewer = Recording(
+        recording.nodes,
+        recording.order,
+        (*recording.allocations[:2], *recording.allocations[3:]),
+        2,
+        (),
+        (0, 0),
+        None,
+        steps=(0, 2),
+    )
+    return fewer, (Slot(0, 0, 3, 0), Slot(1, 0, 0, 0), Slot(1, 8, 1, 0), Slot(1, 16, 2, 0))
+
+
+def test_views_count_from_where_their_tensor_begins() -> None:
+    """An input may begin anywhere in its storage: kernels are told the address, libraries the offset, too."""
+    script = script_of(
+        """
+        n, x = args
+        args.clear()
+        a = reinterpret_tensor(x, (n, ), (1, ), 3)
+        kernel.run(a, stream=0)
+        b = reinterpret_tensor(a, (n, ), (1, ), n)
+        kernel.run(b, stream=0)
+        return (b, )
+        """,
+        6,
+        torch.ones(20),
+    )
+    seen: list[Operand] = []
+
+    def node(position: int, event: Run, arguments: Sequence[Any]) -> Any:
+        seen.extend(arguments)
+        return kernel_node(position, event, arguments)
+
+    x = torch.ones(40)[5:]
+    found = evaluate(script, [10, x], [16], Tools(node, product, {}))
+    assert found is not None
+    recording, slots = found
+    assert [operand.offset for operand in seen] == [8, 18]
+    assert [slot.delta for slot in slots] == [12, 52]
+    assert recording.outputs == (OutputSpec(input=0, layout=TensorSpec((10,), (1,), F32, 52)),)
+    assert seen[0].address % 16 == 12, "as aligned as the view of an input that is aligned to 16 bytes"
+
+
+def outlined(event: Call, arguments: Sequence[Any]) -> None:
+    return None
+
+
+def test_calls_that_are_missing_are_asked_for_together() -> None:
+    """As far as the code itself tells the layouts of their results."""
+    script = script_of(
+        """
+        n, x = args
+        a = torch.ops.aten.relu.default(x)
+        assert_size_stride(a, (n, 2), (2, 1))
+        b = torch.ops.aten.relu.default(a)
+        c = torch.ops.aten.relu.default(b)
+        return (c, )
+        """,
+        6,
+        torch.ones(6, 2),
+    )
+    asked: list[tuple[int, ...]] = []
+
+    def site(event: Call, arguments: Sequence[Any]) -> None:
+        asked.append(arguments[0].size)
+
+    first = script.memories - 3
+    tools = Tools(kernel_node, site, {first: F32})
+    assert evaluate(script, [9, torch.ones(9, 2)], [16], tools) is None
+    assert asked == [(9, 2), (9, 2)], "the third one's argument is not known before the second was recorded"
+    asked.clear()
+    assert evaluate(script, [9, torch.ones(9, 2)], [16], Tools(kernel_node, site, {})) is None
+    assert asked == [(9, 2)], "of which type the first result is, is not known either"
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (OutputSpec(input=0), "returns one of its arguments"),
+        (OutputSpec(region=1, layout=TensorSpec((2,), (1,), F32, 0), view_of=0), "one result twice"),
+        (OutputSpec(region=1, layout=TensorSpec((2,), (1,), F32, 0, conj=True)), "a lazy view"),
+    ],
+)
+def test_results_that_are_no_fresh_tensors(output: OutputSpec, why: str) -> None:
+    script = script_of("return (torch.ops.aten.relu.default(args[1]), )", 6, torch.ones(6))
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+        allocations = (GhostAllocation(1 << 50, 8, 0, 1), GhostAllocation(1 << 51, 8, 0, None))
+        return Recording((node_of("relu", [0]),), chain(1), allocations, 1, (output,), (0, 0), None), ()
+
+    with pytest.raises(NotComputableError, match=why):
+        evaluate(script, [6, torch.ones(6)], [16], Tools(kernel_node, site, {}))
+
+
+def test_a_tensor_that_is_laid_out_otherwise() -> None:
+    script = script_of("assert_size_stride(args[1], (args[0], 3), (3, 1))\nreturn ()", 6, torch.ones(6, 3))
+    tools = Tools(kernel_node, outlined, {})
+    assert evaluate(script, [7, torch.ones(7, 3)], [16], tools) is not None
+    assert evaluate(script, [1, torch.ones(3, 1).t()], [16], tools) is not None, (
+        "one row, whatever its stride"
+    )
+    for x in (torch.ones(8, 3), torch.ones(3, 7).t()):
+        with pytest.raises(NotComputableError, match="laid out otherwise"):
+            evaluate(script, [7, x], [16], tools)

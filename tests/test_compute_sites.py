@@ -1,0 +1,93 @@
+"""Which library calls share a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from pgraph.compute.sites import LibraryCall
+from pgraph.drivers.operands import Operand, distinct
+
+A = Operand(1 << 20, (4, 8), (8, 1), torch.float32, 0)
+B = Operand(1 << 21, (8, 4), (4, 1), torch.float32, 0)
+
+
+def call(*arguments: Any, kind: int = 0, settings: int = 0) -> LibraryCall:
+    event: Any = SimpleNamespace(kind=kind, function=None, spec=tree_flatten((arguments, {}))[1])
+    return LibraryCall(event, arguments, settings)
+
+
+USUAL = call(A, B, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        call(A, dataclasses.replace(B, size=(8, 5)), 1.0, True),
+        call(A, dataclasses.replace(B, stride=(1, 8)), 1.0, True),
+        call(A, dataclasses.replace(B, dtype=torch.int32), 1.0, True),
+        call(A, dataclasses.replace(B, offset=4), 1.0, True),
+        call(A, dataclasses.replace(B, address=B.address + 16), 1.0, True),
+        call(A, A, 1.0, True),
+        call(A, B, 2.0, True),
+        call(A, B, 1.0, 1),
+        call(A, B, -1.0, True),
+        call(A, B, 1.0, None),
+        call(A, torch.ones(8, 4), 1.0, True),
+        call(A, B, 1.0, True, kind=1),
+        call(A, B, 1.0, True, settings=1),
+    ],
+)
+def test_whatever_a_library_may_look_at_tells_calls_apart(other: LibraryCall) -> None:
+    assert other.key() != USUAL.key()
+
+
+def test_addresses_alone_do_not() -> None:
+    """But for how they are aligned, and whether two arguments are one tensor."""
+    moved = [dataclasses.replace(operand, address=operand.address + 512) for operand in (A, B)]
+    assert call(*moved, 1.0, True).key() == USUAL.key()
+    assert call(A, 0.0).key() != call(A, -0.0).key()
+    twin = dataclasses.replace(A, address=A.address + 4096)
+    assert call(A, twin).key() != call(A, A).key()
+    assert call(A, A).key() == call(twin, twin).key()
+    assert call(A, twin, A).key() != call(A, A, twin).key()
+
+
+def test_constants_of_the_code_are_themselves() -> None:
+    weight = torch.ones(4)
+    assert call(weight).key() == call(weight).key()
+    assert call(weight).key() != call(torch.ones(4)).key()
+
+
+def test_one_tensor_is_one_operand() -> None:
+    twin = dataclasses.replace(A)
+    view = dataclasses.replace(A, stride=(1, 4))
+    assert distinct([None, A, B, twin, 3, view]) == [1, 2, 5]
+    assert distinct([A, B]) == [0, 1]
+    assert call(A, B, twin, view).operands == [A, B, view]
+
+
+def test_a_call_is_given_one_tensor_for_one_operand() -> None:
+    seen: list[Any] = []
+
+    def function(*given: Any, scale: float) -> list[Any]:
+        seen.extend(given)
+        return [given[0], torch.zeros(2), None]
+
+    arguments = (A, 2, A, B, 0.5)
+    spec = tree_flatten(((0, 0, 0, 0), {"scale": 0}))[1]
+    event: Any = SimpleNamespace(kind=0, function=function, spec=spec)
+    tensors = [torch.ones(1), torch.ones(2)]
+    results = LibraryCall(event, arguments, 0).run(tensors)
+    assert [seen[0] is tensors[0], seen[1], seen[2] is tensors[0], seen[3] is tensors[1]] == [
+        True,
+        2,
+        True,
+        True,
+    ]
+    assert [type(r) for r in results] == [torch.Tensor, type(None)], "what is an argument is no new result"
