@@ -322,6 +322,8 @@ def test_what_misaligned_inputs_need_is_captured() -> None:
     assert computer().reason is None
     call_from(2, (6, 6, 7, 7, 8, 8, 10, 11))
     assert made() == (10, 2), "three were compared, 10 and 11 computed"
+    call_from(1, (12, 12))
+    assert made() == (11, 2)
 
 
 def test_a_number_that_never_varied_is_not_trusted() -> None:
