@@ -60,7 +60,9 @@ def product(event: Call, arguments: Sequence[Any]) -> Proved:
     sizes = (*a.size, *b.size, *out.size)
     nodes = (node_of("fill", [0]), node_of("mm", [0, 0, 0, 0, *sizes]))
     slots = (Slot(0, 0, 4, 0), Slot(1, 0, 0, 0), Slot(1, 8, 1, 8), Slot(1, 16, 2, 0), Slot(1, 24, 3, 0))
-    recording = Recording(nodes, chain(2), (*inputs, scratch, workspace), 3, (), (0, 0), None, steps=(0, 2))
+    recording = Recording(
+        nodes, chain(2), (*inputs, scratch, workspace), 3, (), (0, 0), None, steps=(0, 1, 2)
+    )
     return recording, slots
 
 
@@ -101,7 +103,7 @@ def test_lifetimes_are_those_of_a_capture() -> None:
         (40, 4, 7, False),
         (128, 4, 6, False),
     ]
-    assert recording.steps == (0, 2, 4, 6, 7)
+    assert recording.steps == (0, 2, 3, 4, 5, 6, 7)
     assert recording.n_inputs == 1
     told = [(s.node, s.offset, s.region, s.delta) for s in slots]
     assert told == [
@@ -130,7 +132,7 @@ def both(event: Call, arguments: Sequence[Any]) -> Proved:
         (),
         (0, 0),
         None,
-        steps=(0, 2),
+        steps=(0, 1, 2),
     )
     return fewer, (Slot(0, 0, 3, 0), Slot(1, 0, 0, 0), Slot(1, 8, 1, 0), Slot(1, 16, 2, 0))
 
@@ -227,3 +229,13 @@ def test_a_tensor_that_is_laid_out_otherwise() -> None:
     for x in (torch.ones(8, 3), torch.ones(3, 7).t()):
         with pytest.raises(NotComputableError, match="laid out otherwise"):
             evaluate(script, [7, x], [16], tools)
+
+
+def test_results_that_are_one_tensor() -> None:
+    script = script_of("y = empty_strided_cuda((args[0], ), (1, ), torch.float32)\nreturn (y, args[0], y)", 6)
+    found = evaluate(script, [9], [], Tools(kernel_node, product, {}))
+    assert found is not None
+    layout = TensorSpec((9,), (1,), F32, 0)
+    first, _, second = found[0].outputs
+    assert first == OutputSpec(region=0, layout=layout)
+    assert second == OutputSpec(region=0, layout=layout, same=0)

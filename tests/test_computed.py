@@ -23,6 +23,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.drivers.operands import Operand
 from pgraph.runtime import registry
 from pgraph.template.recording import NodeRecord
 
@@ -386,3 +387,23 @@ def test_one_capture_is_compared_with_nothing() -> None:
     model = compiled()
     call(model, WARM[:2])
     assert computer()._script is None
+
+
+def test_launch_attributes_of_generated_kernels_are_those_of_their_size() -> None:
+    """Whoever launches a kernel decides on them: an update would ignore another one."""
+    codes, words = host_nodes.encode([torch.ones(4, 2), 7])
+    header = (host_nodes.KernelCall(work), codes)
+    sample = NodeRecord("kernel", "fused", header, host_nodes.packed(words), kept=(1,))
+    with inject(HostFaults(clusters={"fused": 10})):
+        for rows in (4, 12):
+            operand = Operand(1 << 20, (rows, 2), (2, 1), torch.float32, 3)
+            found = host_nodes.kernel_node(work, sample, (operand, rows))
+            assert found is not None
+            node, addresses = found
+            assert (node.kept, addresses) == ((2 if rows == 12 else 1,), [(0, 0)])
+            assert node.params == host_nodes.packed([1 << 20, rows, 2, 2, 1, 3, rows])
+    assert host_nodes.kernel_node(call, sample, (operand, 4)) is None, "another kernel"
+    assert host_nodes.kernel_node(work, sample, (operand,)) is None
+    assert host_nodes.kernel_node(work, sample, (operand, 4.0)) is None
+    double = dataclasses.replace(operand, dtype=torch.float64)
+    assert host_nodes.kernel_node(work, sample, (double, 4)) is None

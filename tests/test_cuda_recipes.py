@@ -276,6 +276,23 @@ def test_only_nodes_that_differ_are_set(way: str, monkeypatch: pytest.MonkeyPatc
     assert device.launched[-1] == wanted(all_sizes[1], [128])
 
 
+def test_dimensions_alone_may_differ(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And functions, and shared memory: the parameters are equal."""
+    node, _ = kernel("kernel", 2, [5, 6])
+    function, grid, block, shared, *rest = node.header
+    headers = (
+        node.header,
+        (function, (9, 9, 9), block, shared, *rest),
+        (function, grid, (9, 9, 9), shared, *rest),
+        (function, grid, block, shared + 16, *rest),
+    )
+    all_sizes = [Size([dataclasses.replace(node, header=header)], []) for header in headers]
+    device, _, recipes = recipes_of(monkeypatch, way, all_sizes)
+    for which in (0, 1, 2, 3, 0, 2, 1, 3):
+        assert recipes[which].launch([], STREAM) == 1
+        assert device.launched[-1] == wanted(all_sizes[which], [])
+
+
 def test_parameters_that_there_is_no_room_for_are_always_set(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
