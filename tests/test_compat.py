@@ -679,7 +679,7 @@ def test_versions_that_are_known(version: str, known: bool, monkeypatch: pytest.
     told = compat.untested()
     assert (told is None) == known
     if told is not None:
-        assert told.startswith(f"pgraph was tested with torch 2.11 to 2.15, and this is {version}, whose")
+        assert told.startswith(f"pgraph is made for torch 2.11 to 2.15, and this is {version}, whose")
 
 
 def test_an_unknown_version_is_told_once(

@@ -239,3 +239,34 @@ def test_results_that_are_one_tensor() -> None:
     first, _, second = found[0].outputs
     assert first == OutputSpec(region=0, layout=layout)
     assert second == OutputSpec(region=0, layout=layout, same=0)
+
+
+@pytest.mark.parametrize("other", [2.5, -0.0, 0, None, True, "mean", torch.ones(3)])
+def test_an_argument_that_the_code_was_made_for_is_no_other(other: Any) -> None:
+    """A script has it as it was: for another one the code is captured."""
+    script = script_of("kernel.run(args[0], args[2], stream=0)\nreturn ()", torch.ones(3), 6, 0.0)
+    tools = Tools(kernel_node, product, {})
+    floats = [torch.ones(3), 7, 0.0]
+    with pytest.raises(
+        NotComputableError, match="argument 2 is not what the generated code was followed with"
+    ):
+        evaluate(script, [*floats[:2], other], [16], tools)
+    with pytest.raises(NotComputableError, match="argument 1 "):
+        evaluate(script, [floats[0], True, 0.0], [16], tools)
+    assert evaluate(script, [floats[0], 7, 0.0], [16], Tools(of_numbers, product, {})) is not None
+
+
+def of_numbers(
+    position: int, event: Run, arguments: Sequence[Any]
+) -> tuple[NodeRecord, list[tuple[int, int]]]:
+    return node_of(event.name, [arguments[0].address, int(arguments[1])]), [(0, 0)]
+
+
+@pytest.mark.parametrize("bit", [torch.conj, torch._neg_view])
+def test_lazy_inputs_are_captured(bit: Any) -> None:
+    """A library would make them plain first, by kernels that no script knows of."""
+    script = script_of("return (torch.ops.aten.relu.default(args[1]), )", 6, torch.ones(6))
+    lazy = bit(torch.ones(6, dtype=torch.complex64))
+    assert lazy.is_conj() or lazy.is_neg()
+    with pytest.raises(NotComputableError, match="lazy"):
+        evaluate(script, [6, lazy], [16], Tools(kernel_node, product, {}))

@@ -354,6 +354,23 @@ def test_failures_of_computing_are_no_failures(monkeypatch: pytest.MonkeyPatch) 
     assert pgraph.report().refused == 0
 
 
+def test_a_lack_of_memory_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size is captured, and the next one computed again."""
+    model = compiled()
+    call(model, WARM)
+
+    def short(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("not now")
+
+    real = computers.evaluate
+    monkeypatch.setattr(computers, "evaluate", short)
+    call(model, (17, 17))
+    assert (made(), computer().reason) == ((5, 0), None)
+    monkeypatch.setattr(computers, "evaluate", real)
+    call(model, (18,))
+    assert made() == (6, 1)
+
+
 def test_sizes_that_go_another_way_are_captured_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled()
     call(model, WARM)

@@ -198,7 +198,7 @@ def generated_namespaces(compiled: Any) -> list[dict[str, Any]]:
 
 def generated_code(compiled: Any) -> types.FunctionType | types.MethodType | None:
     """The function in a generated module that `compiled` runs, and nothing besides, but for copies that it
-    makes of misaligned inputs; None if there is no such thing; seen on 2.13.
+    makes of misaligned inputs; None if there is no such thing; seen on 2.13 to 2.15.
     """
     if type(compiled) is not CompiledFxGraph:
         return None

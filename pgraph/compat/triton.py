@@ -15,7 +15,7 @@ _AUTOTUNER = "torch._inductor.runtime.triton_heuristics"
 
 def is_triton_kernel(value: Any) -> bool:
     """Whether this global of a generated module is a Triton kernel, launched by ``value.run(...)``; in the
-    sources of 2.13.
+    sources of 2.11, seen on 2.13 to 2.15.
     """
     module = sys.modules.get(_AUTOTUNER)  # not imported by us: it imports Triton
     return module is not None and type(value) is module.CachingAutotuner
@@ -40,7 +40,7 @@ class Launcher:
 
 def launcher_of(kernel: Any) -> Launcher | None:
     """How a kernel is launched; None where that is not by Inductor's static launcher, or not yet decided; in
-    the sources of 2.13.
+    the sources of 2.11, seen on 2.13 to 2.15.
     """
     launchers: Sequence[Any] = getattr(kernel, "launchers", ())
     if len(launchers) != 1 or not isinstance(launchers[0], types.FunctionType):

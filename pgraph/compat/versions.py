@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 __all__ = ["untested"]
 
 OLDEST, NEWEST = "2.11", "2.15"
-"""Tested with these and with those in between."""
+"""Tested with these, and with 2.13 and 2.14 in between."""
 
 
 def untested() -> str | None:
@@ -18,6 +18,6 @@ def untested() -> str | None:
     if TorchVersion(OLDEST) <= TorchVersion(release) <= TorchVersion(NEWEST):
         return None
     return (
-        f"pgraph was tested with torch {OLDEST} to {NEWEST}, and this is {version}, whose private interfaces "
+        f"pgraph is made for torch {OLDEST} to {NEWEST}, and this is {version}, whose private interfaces "
         f"may differ. Fix: install one of those, or run pgraph's tests with this one"
     )

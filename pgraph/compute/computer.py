@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from pgraph import compat
+from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import difference
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
@@ -29,14 +30,15 @@ _ROUNDS: Final = 16
 """In one go all library calls are recorded, unless the layout of a result is not known before."""
 
 _PATIENCE: Final = 8
-"""Sizes in a row that turn out not to be computable, after which none is tried any more."""
+"""Attempts in a row that come to nothing, after which there is none any more. A size may be tried twice: at
+its first call, and before it is captured."""
 
 _ALIGNED: Final = 16
 """Bytes. Inductor's code makes copies of inputs that are aligned to less."""
 
 
 class Computer:
-    """Of one partition. Called with its lock and the driver's capture lock held.
+    """Of one partition. Called with its lock held, and with the driver's capture lock but for `covers`.
 
     Sizes are computed that lie where captures were compared: each number that the code depends on must have
     had this value, or `_ENOUGH` others. And the inputs must be aligned as they were.
@@ -82,18 +84,11 @@ class Computer:
             return None
         try:
             found = self._evaluated(script, inputs, alignments, self._node)
-        except NotComputableError as e:
-            log.debug("not computed: %s", e)
-            self._failures += 1
-            if self._failures >= _PATIENCE:
-                self._give_up(str(e))
         except Exception as e:  # whatever it was: a capture does without
-            log.debug("computing failed", exc_info=True)
-            self._give_up(f"{type(e).__name__}: {e}")
-        else:
-            self._failures = 0
-            return found
-        return None
+            self._failed(e)
+            return None
+        self._failures = 0
+        return found
 
     def learn(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
@@ -108,13 +103,17 @@ class Computer:
             return
         try:
             self._compare(recording, slots, inputs, alignments)
-        except NotComputableError as e:
-            log.debug("not computed: %s", e)
-            if not self._compared:  # else another size may do
-                self._give_up(str(e))
         except Exception as e:
-            log.debug("computing failed", exc_info=True)
-            self._give_up(f"{type(e).__name__}: {e}")
+            self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        """This size is captured. So are all others, unless they may do better or the failure may pass."""
+        log.debug("not computed: %s: %s", type(error).__name__, str(error))  # its frames hold ghosts
+        expected = isinstance(error, NotComputableError)
+        self._failures += 1
+        another = (expected and self._compared > 0) or may_pass(error)
+        if not another or self._failures >= _PATIENCE:
+            self._give_up(str(error) if expected else f"{type(error).__name__}: {error}")
 
     def _compare(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]

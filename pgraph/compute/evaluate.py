@@ -59,10 +59,25 @@ class _Memory:
     constant: OutputSpec | None = None
 
 
+def _same_kind(script: Script, arguments: Sequence[Any]) -> None:
+    """Make sure that these are arguments like those that the code was followed with.
+
+    Raises:
+        NotComputableError: they are not.
+    """
+    kept = ((i, value, arguments[i]) for i, value in script.constants)
+    # By their texts: 0.0 and -0.0 are equal, and nan is not.
+    others = [i for i, was, now in kept if type(now) is not type(was) or repr(now) != repr(was)]
+    others += [i for i in script.tape.arguments if type(arguments[i]) is not int]
+    if others:
+        raise NotComputableError(f"argument {min(others)} is not what the generated code was followed with")
+
+
 class _Evaluation:
     """One evaluation."""
 
     def __init__(self, script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools):
+        _same_kind(script, arguments)
         values = script.tape.replay(arguments)
         if values is None:
             raise NotComputableError("the generated code goes another way for these sizes")
@@ -79,6 +94,8 @@ class _Evaluation:
         self.outlined = False  # a library call is not known: only layouts are told from there on
         for memory, (position, alignment) in enumerate(zip(script.inputs, alignments, strict=True)):
             tensor = arguments[position]
+            if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
+                raise NotComputableError(f"argument {position} is a lazy view")
             size, stride = tuple(tensor.size()), tuple(tensor.stride())
             nbytes = extent(size, stride) * tensor.element_size()
             r = self.range(nbytes, 0, alignment % ALIGNMENT)

@@ -117,6 +117,8 @@ class Script:
 
     Args:
         inputs: position among the arguments of each that is a tensor.
+        constants: (position, value) of the arguments that are neither tensors nor whole numbers: the script
+            has them as they were.
         events: in order.
         results: a `Place`, a `Figure`, or a value; equal numbers in `identities` are one and the same object.
         memories: how many there are.
@@ -125,6 +127,7 @@ class Script:
 
     tape: Tape
     inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
     events: tuple[Event, ...]
     results: tuple[Any, ...]
     identities: tuple[int, ...]

@@ -104,17 +104,17 @@ class Sites:
         Raises:
             NotComputableError: one of them cannot be recorded by itself.
         """
-        distinct = list({call.key(): call for call in calls}.items())
+        wanted = {call.key(): call for call in calls}
         for attempt in range(2):
             try:
-                found = self._recorded([call for _, call in distinct])
+                found = self._recorded(list(wanted.values()))
                 break
             except RecountError:
                 if attempt:
                     raise
             except (CaptureError, MatchError) as e:
                 raise NotComputableError(f"a library call cannot be recorded by itself: {e.reason}") from None
-        for (key, _), proved in zip(distinct, found, strict=True):
+        for key, proved in zip(wanted, found, strict=True):
             self._known[key] = proved
         while len(self._known) > _MOST:
             self._known.popitem(last=False)

@@ -37,10 +37,6 @@ from pgraph.compute.tape import Number, Tape
 __all__ = ["traced"]
 
 _ALLOCATORS: Final = ("empty_strided_cpu", "empty_strided_cuda", "empty_strided")
-# The last two: from 2.15 on.
-_SAME_NAME: Final = (
-    *("reinterpret_tensor", "assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata"),
-)
 _PLAIN: Final = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -87,9 +83,6 @@ class _Trace:
         self.launches = 0
         self.open = True
 
-    def stand(self, place: Place, dtype: Any) -> _Stand:
-        return _Stand(self, place, dtype)
-
     def memory(self) -> int:
         self.held.append(0)
         return len(self.held) - 1
@@ -107,19 +100,17 @@ class _Trace:
     def empty_strided(self, size: Sequence[Any], stride: Sequence[Any], dtype: Any) -> _Stand:
         memory = self.memory()
         self.events.append(Make(memory, self.numbers(size), self.numbers(stride), dtype))
-        return self.stand(Place(memory), dtype)
+        return _Stand(self, Place(memory), dtype)
 
     def reinterpret_tensor(self, base: Any, size: Any, stride: Any, offset: Any = 0) -> _Stand:
         if not isinstance(base, _Stand):
             raise NotComputableError("a view of a constant")
         further = self.tape.index(offset)
         if base.place.offset is not None:
-            further = self.tape.compute("+", *map(self._number, (base.place.offset, further))).place
+            both = (Number(self.tape, place) for place in (base.place.offset, further))
+            further = self.tape.compute("+", *both).place
         place = Place(base.place.memory, self.numbers(size), self.numbers(stride), further)
-        return self.stand(place, base.dtype)
-
-    def _number(self, place: int) -> Number:
-        return Number(self.tape, place)
+        return _Stand(self, place, base.dtype)
 
     def assert_size_stride(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
         if isinstance(tensor, _Stand):
@@ -128,9 +119,6 @@ class _Trace:
     def assert_size_stride_grouped(self, tensors: Any, sizes: Any, strides: Any, *_: Any) -> None:
         for tensor, size, stride in zip(tensors, sizes, strides, strict=True):
             self.assert_size_stride(tensor, size, stride)
-
-    def assert_tensor_metadata(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
-        self.assert_size_stride(tensor, size, stride)
 
     def kernel(self, name: str, kernel: Any) -> Callable[..., None]:
         def run(*arguments: Any, **options: Any) -> None:
@@ -151,7 +139,9 @@ class _Trace:
         kind = self.kinds.setdefault((function, spec), len(self.kinds))
         self.events.append(Call(kind, function, known, spec, memories))
         new = iter(memories)
-        results = tuple(self.stand(Place(next(new)), None) if result is None else result for result in given)
+        results = tuple(
+            _Stand(self, Place(next(new)), None) if result is None else result for result in given
+        )
         return results[0] if len(results) == 1 else results or None
 
     def leaf(self, value: Any) -> Any:
@@ -243,15 +233,17 @@ def traced(
     namespace |= _stand_ins(trace, namespace, kernels(namespace))
     inputs = tuple(i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.device == device)
     given: list[Any] = []
+    constants: list[tuple[int, Any]] = []
     for i, value in enumerate(arguments):
         if i in inputs:
-            given.append(trace.stand(Place(trace.memory()), value.dtype))
+            given.append(_Stand(trace, Place(trace.memory()), value.dtype))
         elif type(value) is int:
             given.append(trace.tape.argument(i, value))
         elif isinstance(value, torch.Tensor):
             given.append(_Elsewhere(i))
         else:
             given.append(value)
+            constants.append((i, value))
     run = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)
     try:
         results = run(code.__self__, given) if isinstance(code, types.MethodType) else run(given)
@@ -272,22 +264,34 @@ def traced(
         for event in trace.events
         if isinstance(event, Check) and event.tensor.memory in made and event.tensor.size is None
     }
-    return Script(trace.tape, inputs, tuple(trace.events), leaves, identities, len(trace.held), layouts)
+    return Script(
+        trace.tape,
+        inputs,
+        tuple(constants),
+        tuple(trace.events),
+        leaves,
+        identities,
+        len(trace.held),
+        layouts,
+    )
 
 
 def _stand_ins(trace: _Trace, namespace: Mapping[str, Any], kernels: Sequence[str]) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        **dict.fromkeys(_ALLOCATORS, trace.empty_strided),
+        "reinterpret_tensor": trace.reinterpret_tensor,
+        "assert_size_stride": trace.assert_size_stride,
+        "assert_size_stride_grouped": trace.assert_size_stride_grouped,  # from 2.15 on, and the next one
+        "assert_tensor_metadata": trace.assert_size_stride,
+        "assert_alignment": lambda *_: None,
+        "get_raw_stream": lambda *_: 0,
+    }
     found: dict[str, Any] = {}
     for name, real in namespace.items():
         if name in kernels:
             found[name] = _Kernel(trace, name, real)
-        elif name in _ALLOCATORS:
-            found[name] = trace.empty_strided
-        elif name in _SAME_NAME:
-            found[name] = getattr(trace, name)
-        elif name == "assert_alignment":
-            found[name] = lambda *_: None
-        elif name == "get_raw_stream":
-            found[name] = lambda *_: 0
+        elif name in known:
+            found[name] = known[name]
         elif name == "alloc_from_pool" or name.startswith("empty_strided"):
             found[name] = _Refused(name)
         elif name in ("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"):
