@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.tape import Number, Tape
+from pgraph.compute.tape import Number, Real, Tape
 
 SIZES = st.integers(1, 1 << 20)
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
@@ -63,6 +63,7 @@ def test_a_replay_computes_what_the_code_does(expression: Any, a: int, b: int, c
         lambda n: min(16, n) + 1,
         lambda n: 1 if n % 2 else 2,
         lambda n: 1 if n == 17 else 2,
+        lambda n: math.ceil(max(n / 3, 6.5)),
         abs,
     ],
 )
@@ -91,17 +92,65 @@ def test_the_same_sum_stands_on_the_tape_once() -> None:
         operator.index,
         hash,
         math.sqrt,
-        math.floor,
-        lambda n: n / 2,
-        lambda n: 2 / n,
+        lambda n: int(n / 2),
+        lambda n: round(n / 2, 1),
+        lambda n: math.fsum([n / 2]),
+        lambda n: abs(n / 2),
         lambda n: n & 1,
         lambda n: 1 << n,
         lambda n: range(n),
         lambda n: [0] * n,
-        lambda n: n * 0.5,
-        lambda n: n**-1,
     ],
 )
 def test_whatever_leaves_the_tape_is_refused(use: Callable[[Number], Any]) -> None:
     with pytest.raises((NotComputableError, TypeError)):
         use(Tape().argument(0, 5))
+
+
+ROUNDED: list[Callable[[Any], Any]] = [
+    lambda n: math.ceil(n / 32) * 32,
+    lambda n: math.floor(n * 0.5),
+    lambda n: math.trunc(-n / 3),
+    lambda n: round(n / 2),
+    lambda n: math.ceil(7 / n),
+    lambda n: math.floor(1.0 * n) + math.ceil(n),
+    lambda n: round(n**-1 + 0.25),
+    lambda n: math.floor(-0.0 * n + 3.0) + (1 if n * 0.0 == 0.0 else 2),
+]
+
+
+@pytest.mark.parametrize("code", ROUNDED)
+@given(SIZES)
+def test_fractions_are_rounded_as_python_rounds_them(code: Callable[[Any], Any], size: int) -> None:
+    """Attention of some kinds rounds lengths up to multiples of 32 by way of a fraction."""
+    tape = Tape()
+    place = tape.index(code(tape.argument(0, 17)))
+    values = tape.replay([size])
+    assert tape.value(place) == code(17)
+    assert values is not None
+    assert (type(values[place]), values[place]) == (int, code(size))
+
+
+def test_a_fraction_is_no_size() -> None:
+    tape = Tape()
+    n = tape.argument(0, 6)
+    for fraction in (n / 2, n * 1.0, -(n / 3)):
+        assert isinstance(fraction, Real)
+        with pytest.raises(NotComputableError, match="a size of type Real"):
+            tape.index(fraction)
+
+
+def test_equal_constants_of_other_kinds_stay_apart() -> None:
+    tape = Tape()
+    n = tape.argument(0, 1)
+    zero, negative = n * 0.0, n * -0.0
+    assert zero.place != negative.place
+    assert isinstance(n * 1.0, Real)
+    assert isinstance(n * 1, Number)
+
+
+def test_what_is_whole_for_some_sizes_only_is_no_replay() -> None:
+    tape = Tape()
+    tape.index(2 ** (tape.argument(0, 5) - 3))
+    assert tape.replay([4]) is not None
+    assert tape.replay([2]) is None

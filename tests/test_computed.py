@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -307,6 +308,38 @@ def test_a_call_that_is_given_one_tensor_twice() -> None:
     call(model, (*WARM, 17, 2, 17), squares)
     assert made() == (6, 2)
     assert computer().reason is None
+
+
+_library = torch.library.Library("pgraph_computed", "FRAGMENT")
+_library.define("with_length(Tensor x) -> (Tensor, SymInt, Tensor)")
+_library.impl("with_length", lambda x: (x * 2, x.shape[0], x + 1), "CompositeExplicitAutograd")
+
+
+def test_numbers_that_a_library_returns() -> None:
+    """cuDNN's attention tells how long its inputs were."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        doubled, length, more = torch.ops.pgraph_computed.with_length(x @ w)
+        return doubled + length, more, length
+
+    model = compiled(fn)
+    for n in (*WARM, 17, 6, 17):
+        x = torch.randn(n, 8, dtype=W.dtype)
+        results, expected = model(x, W), fn(x, W)
+        same(results[:2], expected[:2], rtol=1e-4, atol=1e-5)
+        assert results[2] == n
+    assert (made(), computer().reason) == ((6, 2), None)
+
+
+def test_lengths_that_are_rounded_by_way_of_a_fraction() -> None:
+    """As attention of some kinds does for its statistics."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        return x @ w, w.sum().expand(math.ceil(x.shape[0] / 4) * 4) + 1
+
+    model = compiled(fn)
+    call(model, (*WARM, 17, 6, 17), fn)
+    assert (made(), computer().reason) == ((6, 2), None)
 
 
 def test_what_misaligned_inputs_need_is_captured() -> None:

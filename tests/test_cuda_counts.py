@@ -117,7 +117,7 @@ def test_counts_are_right_or_known_to_be_wrong(
     capture = Capture(reduced)
     with pytest.MonkeyPatch.context() as patch:
         capture.in_place(patch)
-        count, right = cuda_counts.NodeCount(5, 9, whole), True
+        count, right = cuda_counts.NodeCount(5, 9, cuda_counts.Counting(whole)), True
         for what, which in steps:
             if what == "launch":
                 capture.launch(which)
@@ -136,7 +136,7 @@ def test_each_node_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is asked; the driver counts all nodes before the first only."""
     capture = Capture()
     capture.in_place(monkeypatch)
-    count = cuda_counts.NodeCount(5, 9, whole=False)
+    count = cuda_counts.NodeCount(5, 9, cuda_counts.Counting())
     assert count.now() == 0
     for n in range(1, 60):
         capture.launch(0)
@@ -159,7 +159,7 @@ def test_a_chain_with_a_node_of_another_stream(monkeypatch: pytest.MonkeyPatch) 
     """Of the graph alone nobody could tell when it was recorded; the node at the end of the path tells."""
     capture = Capture(reduced=True)
     capture.in_place(monkeypatch)
-    count = cuda_counts.NodeCount(5, 9, whole=False)
+    count = cuda_counts.NodeCount(5, 9, cuda_counts.Counting())
     capture.launch(0)
     assert count.now() == 1
     capture.wait(1, 0)
@@ -177,13 +177,32 @@ def test_what_a_check_finds_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     """A node waits for an earlier one than the path's end: only to count all of them shows that."""
     capture = Capture()
     capture.in_place(monkeypatch)
-    count = cuda_counts.NodeCount(5, 9, whole=False)
+    count = cuda_counts.NodeCount(5, 9, cuda_counts.Counting())
     capture.launch(0)
     capture.wait(1, 0)
     capture.launch(0)
     capture.launch(1)
     assert (count.now(), count.checked()) == (2, 3)
     assert not count.was_right(topology(3, [(0, 1), (1, 2)]))
+
+
+@native
+def test_after_a_fork_all_nodes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the capture that is made again, and by all later ones."""
+    counting = cuda_counts.Counting()
+    for right in (False, True, True):
+        capture = Capture()
+        capture.in_place(monkeypatch)
+        count = cuda_counts.NodeCount(5, 9, counting)
+        capture.launch(0)
+        capture.wait(1, 0)
+        capture.launch(0)
+        capture.launch(1)
+        assert count.now() == (3 if right else 2)
+        capture.wait(0, 1)
+        capture.launch(0)
+        assert count.now() == 4
+        assert count.was_right(capture.order()) == right
 
 
 @pytest.mark.parametrize("lost", ["status", "code"])
@@ -193,7 +212,7 @@ def test_a_lost_capture_is_told(lost: str, monkeypatch: pytest.MonkeyPatch) -> N
     capture.in_place(monkeypatch)
     if lost == "code":
         monkeypatch.setattr(cuda_counts.libraries, "load", lambda: None)
-    count = cuda_counts.NodeCount(5, 9, whole=False)
+    count = cuda_counts.NodeCount(5, 9, cuda_counts.Counting())
     capture.launch(0)
     assert count.now() == 1
     capture.status, capture.code = 2, 901

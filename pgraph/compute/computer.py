@@ -12,6 +12,7 @@ from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import difference
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.host_memory import upper_halves
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.trace import traced
@@ -129,7 +130,10 @@ class Computer:
             return self._node(position, event, arguments)
 
         computed, found = self._evaluated(self._script, inputs, alignments, node)
-        told = difference(computed, found, recording, slots, self._sites.padding)
+        padding = self._sites.padding
+        told = difference(computed, found, recording, slots, padding)
+        if told is not None:
+            told = difference(computed, found, recording, slots, padding, upper_halves())
         if told is not None:
             trusted = self._checking and self._compared >= _ENOUGH
             log.log(

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
-from pgraph.compute.tape import Number, Tape
+from pgraph.compute.tape import Number, Real, Tape
 
 __all__ = ["traced"]
 
@@ -147,7 +147,7 @@ class _Trace:
     def leaf(self, value: Any) -> Any:
         if isinstance(value, _Stand):
             return value.place
-        if isinstance(value, Number):
+        if isinstance(value, Number | Real):
             return Figure(value.place)
         if isinstance(value, _Elsewhere):
             return value.host()
@@ -168,7 +168,8 @@ def _returned_arguments(function: Any, arguments: Sequence[Any], options: Mappin
     found: list[Any] = []
     schema = function._schema
     for result in schema.returns:
-        if not isinstance(result.type, torch.TensorType):
+        # A number stands for itself, as a tensor does: cuDNN's attention tells how long its inputs are.
+        if not isinstance(result.type, torch.TensorType | torch.IntType):
             raise NotComputableError(f"{schema.name} returns {result.type}")
         if result.alias_info is None:
             found.append(None)

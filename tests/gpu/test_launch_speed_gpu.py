@@ -1,12 +1,21 @@
-"""How fast a launched graph runs on the device, against the same graph prepared in other ways."""
+"""How fast a launched graph runs on the device, against the same graph prepared in other ways; what other
+sizes cost. Run alone on the GPU.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from gpu_helpers import assert_launched, built, compile_pgraph, explain, randn
+from gpu_helpers import DEVICE, assert_launched, built, compile_pgraph, explain, randn
+from test_computed_gpu import NEW, WARM, WIDE, Layers, step
+from torch import Tensor
+
+from pgraph.runtime import admission
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
 cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
@@ -53,3 +62,73 @@ def test_nodes_are_set_after_the_upload() -> None:
     check(cu.cuGraphExecDestroy(early))
     ours, slow = (statistics.median(times[name][2:]) for name in ("ours", "early"))
     assert ours < 0.98 * slow, f"10 launches: {ours:.3f} ms, set before the upload {slow:.3f} ms{explain()}"
+
+
+def test_a_change_of_sizes_costs_little_and_leaves_the_graph_fast() -> None:
+    """Each node that takes other dimensions costs the host 1.5 us. Launched alone, the shared exec is as fast
+    as one of the size's own."""
+    compiled = compile_pgraph(_chain, dynamic=True, codegen="aten")
+    inputs = {n: randn(n, 64) for n in (256, 300)}
+    for x in (*inputs.values(), *inputs.values()):
+        compiled(x)
+        compiled(x)
+    assert_launched(2)
+    recipes = [r for b in built() for r in b.recipes]
+    assert len({r.exec for r in recipes}) == 1
+    nodes = len(recipes[0].exec.nodes)
+
+    def host_us(order: list[Tensor]) -> float:
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for x in order:
+                compiled(x)
+            times.append((time.perf_counter() - began) / len(order) * 1e6)
+        return statistics.median(times)
+
+    one, two = inputs.values()
+    same, turns = host_us([one, one]), host_us([one, two])
+    assert turns - same < 3.0 * nodes, f"{turns:.0f} us in turns, {same:.0f} us of one size"
+
+    own = compile_pgraph(lambda x: _chain(x), dynamic=False, codegen="aten")
+    for _ in range(3):
+        own(two)
+
+    def device_ms(fn: Any) -> float:
+        times = []
+        for _ in range(9):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000)
+            begin.record()
+            for _ in range(10):
+                fn(two)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[2:])
+
+    compiled(one)
+    shared, alone = device_ms(compiled), device_ms(own)
+    assert shared < 1.05 * alone, f"10 launches: {shared:.3f} ms shared, {alone:.3f} ms alone{explain()}"
+
+
+def test_what_a_new_size_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a capture: seconds per node of both, the median."""
+    spent: dict[bool, list[float]] = {False: [], True: []}
+    real: Callable[..., Any] = admission.build
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        built = real(*args, **kwargs)
+        if built is not None:
+            spent[built.computed].append(1e6 * built.seconds / len(built.template.nodes))
+        return built
+
+    monkeypatch.setattr(admission, "build", timed)
+    model = Layers().to(DEVICE, torch.bfloat16)
+    compiled = compile_pgraph(model, dynamic=True, step_aside=False)
+    for n in (*WARM, *NEW, *range(200, 240)):
+        step(compiled, randn(n, WIDE, dtype=torch.bfloat16), train=True)
+    captured, computed = (statistics.median(spent[which]) for which in (False, True))
+    assert computed < captured, f"us per node: captured {captured:.1f}, computed {computed:.1f}"

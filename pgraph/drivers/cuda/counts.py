@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ from pgraph.native.structs import PathEntry
 from pgraph.reasons import Reason
 from pgraph.template.topology import Topology
 
-__all__ = ["NodeCount", "lost"]
+__all__ = ["Counting", "NodeCount", "lost"]
 
 
 @functools.cache
@@ -39,6 +40,17 @@ def _functions() -> tuple[int, int, int] | None:
     return info, before, behind
 
 
+@dataclasses.dataclass(slots=True)
+class Counting:
+    """How the captures of one device are counted.
+
+    Args:
+        whole: all nodes each time. From the first capture on that had forks: others may have some.
+    """
+
+    whole: bool = False
+
+
 class NodeCount:
     """Of one capture.
 
@@ -55,12 +67,12 @@ class NodeCount:
     Args:
         stream: that is captured.
         graph: the capture's.
-        whole: count all nodes each time.
+        counting: how; it learns from this one.
     """
 
-    def __init__(self, stream: int, graph: int, whole: bool) -> None:
-        self._graph = graph
-        library, functions = libraries.load(), None if whole else _functions()
+    def __init__(self, stream: int, graph: int, counting: Counting) -> None:
+        self._graph, self._counting = graph, counting
+        library, functions = libraries.load(), None if counting.whole else _functions()
         self._entry: PathEntry | None = None
         if library is not None and functions is not None:
             info, before, behind = functions
@@ -92,7 +104,9 @@ class NodeCount:
 
     def was_right(self, order: Topology) -> bool:
         """Whether each count was, now that it is known how the nodes wait for one another."""
-        return self._certain and (order.is_chain or not self._walked)
+        right = self._certain and (order.is_chain or not self._walked)
+        self._counting.whole |= not right
+        return right
 
     def _all(self) -> int:
         count = ctypes.c_size_t()

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import snapshot, triton, workspaces
 from pgraph.drivers.cuda.cache import empty_into_one_piece
-from pgraph.drivers.cuda.counts import NodeCount, lost
+from pgraph.drivers.cuda.counts import Counting, NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
 from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
 from pgraph.drivers.cuda.ghost import (
@@ -85,7 +85,7 @@ class CudaSession(Session):
         stream: torch.cuda.Stream,
         pools: GhostPools,
         shared_history: bool,
-        count_whole: bool,
+        counting: Counting,
     ) -> None:
         self.arena: CudaArena = arena
         library = libraries.load()
@@ -101,7 +101,7 @@ class CudaSession(Session):
             )
         )
         graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
-        self._nodes = NodeCount(stream.cuda_stream, int(graph), count_whole)
+        self._nodes = NodeCount(stream.cuda_stream, int(graph), counting)
 
     def node_count(self) -> int:
         return self._nodes.now()
@@ -178,7 +178,7 @@ class CudaDriver(Driver):
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream: Any = None
         self._ledger = PeakLedger(quantities=2)
-        self._count_whole = False  # True once a capture had forks: others may have some
+        self._counting = Counting()
 
     @contextlib.contextmanager
     def capture_lock(self) -> Iterator[None]:
@@ -218,12 +218,9 @@ class CudaDriver(Driver):
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
             pools = stack.enter_context(GhostPools(arena))
-            session = CudaSession(arena, stream, pools, shared_history, self._count_whole)
+            session = CudaSession(arena, stream, pools, shared_history, self._counting)
             try:
                 yield session
-            except RecountError:
-                self._count_whole = True
-                raise
             finally:
                 session.close()
 
