@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     driver = device_driver()
     rows = [measure(driver, nodes, args.rounds) for nodes in args.nodes]
     print(tabulate(rows, headers="keys", floatfmt=".2f", tablefmt="github"))
-    header = schema.environment() | ({} if torch.cuda.is_available() else {"gpu": "cpu", "driver": None})
+    header = schema.environment(cpu=not torch.cuda.is_available())
     path = schema.write(schema.result_path("captures", header["gpu"], args.out), stored(rows), header)
     print(f"wrote {path}")
     if args.profile:

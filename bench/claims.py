@@ -355,9 +355,8 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         return None
     if min(args.nodes or [3]) < 3:
         parser.error("--nodes must be at least 3: a fill, one addition, a copy")
-    header = schema.environment()
-    if args.device == "cpu" or header["gpu"] == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
+    header = schema.environment(cpu=args.device == "cpu")
+    if header["gpu"] == "cpu":
         args.device = "cpu"
     device = worker.Device(args.device)
     path = schema.result_path("claims", header["gpu"], args.out)

@@ -227,9 +227,7 @@ def main(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> Path:
     began = time.monotonic()
     args = parse_args(argv, suite)
     prepare(args)
-    header = schema.environment()
-    if args.device == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
+    header = schema.environment(cpu=args.device == "cpu")
     rows = Rows(schema.result_path(suite.bench, header["gpu"], args.out), header)
     jobs = [job for job in jobs_of(args) if not (args.resume and rows.done(job))]
     memory = DeviceMemory() if args.device == "cuda" else None

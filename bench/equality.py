@@ -317,9 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print the row and write it; returns 1 if anything differed."""
     args = parse_args(argv)
     row = run(args)
-    header = schema.environment()
-    if args.driver == "host" or args.device == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
+    header = schema.environment(cpu=args.driver == "host" or args.device == "cpu")
     for key, value in row.items():
         print(f"{key:34} {value}")
     print(f"wrote {schema.write(schema.result_path('equality', header['gpu'], args.out), [row], header)}")

@@ -170,9 +170,7 @@ def search(args: argparse.Namespace, backend: str, cache: Path) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> Path:
     """Search with every backend at once, and write the result file; returns its path."""
     args = parse_args(argv)
-    header = schema.environment()
-    if args.device == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
+    header = schema.environment(cpu=args.device == "cpu")
     identity = {
         "bench": "largest-batch",
         "config": without_batch(args.config),

@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     register_pgraph()
     device = Device("auto")
-    header = schema.environment() | ({} if on_gpu else {"gpu": "cpu", "driver": None})
+    header = schema.environment(cpu=not on_gpu)
     path = schema.result_path("launch", header["gpu"], args.out)
     rows: list[dict[str, Any]] = []
     grown: list[dict[str, Any]] = []

@@ -191,10 +191,9 @@ def tell(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, and write the result file; returns its path."""
     args = parse_args(argv)
-    header = schema.environment()
-    if args.device == "cpu" or args.driver == "host":
-        header |= {"gpu": "cpu", "driver": None}
+    if args.driver == "host":
         args.device = "cpu"
+    header = schema.environment(cpu=args.device == "cpu")
     path = schema.result_path("memory", header["gpu"], args.out)
     memory = device_bytes() if args.device != "cpu" else None
     try:

@@ -359,11 +359,15 @@ def gpu_name() -> str | None:
     return _output(sys.executable, "-c", ask) or None
 
 
-def environment() -> dict[str, Any]:
-    """The header of a result file for this machine. Makes no CUDA context in this process."""
+def environment(cpu: bool = False) -> dict[str, Any]:
+    """The header of a result file for this machine. Makes no CUDA context in this process.
+
+    Args:
+        cpu: the benchmark runs on the CPU, also where there is a GPU.
+    """
     import torch
 
-    name = gpu_name()
+    name = None if cpu else gpu_name()
     return {
         "gpu": gpu_slug(name) if name else "cpu",
         "driver": driver_version() if name else None,

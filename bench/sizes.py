@@ -123,12 +123,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, print, write; returns the result file's path."""
     args = parse_args(argv)
     began = time.monotonic()
-    header = schema.environment()
-    if args.device == "cpu" or header["gpu"] == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
-        args.device = "cpu"
-    else:
-        args.device = "cuda"
+    header = schema.environment(cpu=args.device == "cpu")
+    args.device = "cpu" if header["gpu"] == "cpu" else "cuda"
     args.size = args.size or ("tiny" if args.device == "cpu" else "full")
     path = schema.result_path("sizes", header["gpu"], args.out)
     done = finished(path, header, args)

@@ -15,31 +15,17 @@ from typing import Any
 import torch
 import uses_worker
 from backends import reset_compiled
+from language_model import language_model
 from sizes_place import Figures, Place, on_host
 from sizes_run import draw, ended, some
 
 Request = Callable[..., Any]
 
 
-def language_model(place: Place) -> Any:
-    """A small Llama with random weights that never says that it has finished."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def model_of(place: Place) -> Any:
+    """The language model: layers and heads as in the other sequences, widths of its own."""
     size = place.size
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.model.layers,
-        num_attention_heads=size.model.heads,
-        num_key_value_heads=size.model.kv_heads,
-        max_position_embeddings=4 * (size.prompts[1] + size.new),
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(place.spec.seed)
-    with torch.device(place.device):
-        return LlamaForCausalLM(config).to(place.dtype).eval()
+    return language_model(place, size.model, size.prompts[1] + size.new, place.spec.seed)
 
 
 def request(model: Any, ids: torch.Tensor, new: int, **arguments: Any) -> Any:
@@ -76,7 +62,7 @@ def settings(place: Place, backend: str) -> dict[str, Any]:
 
 def static(place: Place) -> Figures:
     """A static cache, as large as the longest prompt needs."""
-    model = language_model(place)
+    model = model_of(place)
     mine = {"cache_implementation": "static", **settings(place, place.spec.backend)}
 
     def reference() -> dict[str, Any]:
@@ -87,7 +73,7 @@ def static(place: Place) -> Figures:
 
 def growing(place: Place) -> Figures:
     """A `DynamicCache`, the whole forward compiled."""
-    model = language_model(place)
+    model = model_of(place)
     plain, arguments = model.forward, place.arguments()
     if arguments is not None:
         model.forward = torch.compile(plain, **arguments)

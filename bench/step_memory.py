@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Trace a step with each backend, draw, write; returns the picture's path."""
     args = parse_args(argv)
     scope = args.scope or scopes_of(args.config)[0]
-    gpu = schema.environment()["gpu"] if args.device != "cpu" else "cpu"
+    gpu = schema.environment(cpu=args.device == "cpu")["gpu"]
     curves: dict[str, Curve] = {}
     found: dict[str, Any] = {}
     for backend in args.backends:

@@ -101,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, print, write; returns the result file's path."""
     args = parse_args(argv)
     began = time.monotonic()
-    header = schema.environment()
-    if args.device == "cpu" or header["gpu"] == "cpu":
-        header |= {"gpu": "cpu", "driver": None}
+    header = schema.environment(cpu=args.device == "cpu")
+    if header["gpu"] == "cpu":
         args.device = "cpu"
     path = schema.result_path("uses", header["gpu"], args.out)
     done = set()

@@ -19,6 +19,7 @@ import _paths
 import torch
 import worker
 from backends import compile_kwargs, register_pgraph, reset_compiled
+from language_model import language_model
 from torch import Tensor, nn
 
 sys.path.insert(0, str(_paths.REPO / "examples" / "ecosystem"))
@@ -189,32 +190,16 @@ def first(times: Sequence[float]) -> Figures:
 # -- a request of a language model ---------------------------------------------------------------------
 
 
-def language_model(place: Place) -> Any:
-    """A Llama with random weights that never says that it has finished."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size = place.size
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=4 * (size.prompt + size.new),
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    with torch.device(place.device):
-        return LlamaForCausalLM(config).to(place.dtype).eval()
+def model_of(place: Place) -> Any:
+    """The language model, as large as the size says."""
+    return language_model(place, place.size, place.size.prompt + place.size.new, seed=0)
 
 
 def generate(place: Place) -> Figures:
     """Greedy requests with a static cache, timed with all new tokens and with one: the rest is decoding."""
     from transformers import CompileConfig, StaticCache
 
-    spec, size, model = place.spec, place.size, language_model(place)
+    spec, size, model = place.spec, place.size, model_of(place)
     ids = torch.randint(1, size.vocabulary, (spec.batch, size.prompt), device=place.device)
     settings: dict[str, dict[str, Any]] = {
         "aot_eager": {"backend": "aot_eager", "mode": None},
@@ -298,7 +283,7 @@ def adapters(place: Place) -> Figures:
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         init_lora_weights=False,
     )
-    base = language_model(place)
+    base = model_of(place)
     base.config.use_cache = False
     model = get_peft_model(base, lora, adapter_name="slot").eval()
     names = [f"customer-{number}" for number in range(size.adapters)]

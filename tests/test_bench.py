@@ -135,6 +135,16 @@ def test_commit_and_slug(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert schema.environment()["commit"] == "feed"
 
 
+def test_a_run_on_the_cpu_is_filed_as_one(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is a GPU."""
+    schema = load("schema")
+    monkeypatch.setattr(schema, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(schema, "driver_version", lambda: "570.1")
+    there, here = schema.environment(), schema.environment(cpu=True)
+    assert (there["gpu"], there["driver"]) == ("nvidia-h200", "570.1")
+    assert here == there | {"gpu": "cpu", "driver": None}
+
+
 def run_readme(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run bench/readme.py on a folder that holds the page README.md and the results."""
     command = [sys.executable, str(BENCH / "readme.py"), "--pages", str(folder / "README.md")]

@@ -1,7 +1,7 @@
 """Every private PyTorch interface that pgraph uses above the drivers, in one place.
 
-Each was seen working on torch 2.11.0 (cu130) and 2.13.0 (CPU), but where it says that it was only found in
-the sources of 2.11; `tests/test_compat.py` has a test for each, and `tests/test_compat_strides.py`.
+Each was seen working on torch 2.11.0 (cu130) and 2.13 to 2.15 (CPU), but where it says that it was only found
+in the sources of 2.11; `tests/test_compat*.py` have a test for each.
 
 A file for each part of PyTorch; whoever uses them imports them from here.
 """
