@@ -71,17 +71,21 @@ class Training:
 
     def compare(self) -> None:
         """The reference repeats the steps that were looked at (Note [Right against Inductor])."""
-        self.loss = None
-        self.optimizer.zero_grad(set_to_none=True)
         reset_compiled()
         right = self.place.by_reference(self.model.forward)
         for number, mine in self._given.items():
-            self._put(self._weights[number])
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = right(*self.batch(number, self.lengths[number]))
-            loss.backward()
-            self.loss = loss.detach()
-            self.place.all_near(f"step {number + 1}, length {self.lengths[number]}", mine, self._found())
+            theirs = self._again(number, right)
+            eager = self._again(number, self.model.forward) if self.place.reference != "eager" else ()
+            self.place.all_near(f"step {number + 1}, length {self.lengths[number]}", mine, theirs, eager)
+
+    def _again(self, number: int, call: Callable[..., Tensor]) -> list[Tensor]:
+        self.loss = None
+        self._put(self._weights[number])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = call(*self.batch(number, self.lengths[number]))
+        loss.backward()
+        self.loss = loss.detach()
+        return [on_host(t) for t in self._found()]
 
 
 def lengths_of(place: Place, cudnn: bool) -> Figures:

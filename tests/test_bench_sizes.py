@@ -154,7 +154,10 @@ def test_near(load: Any) -> None:
     for wrong in (one_wrong, one * float("nan")):
         with pytest.raises(ArithmeticError, match="results differ by"):
             here.near(wrong, one)
+        with pytest.raises(ArithmeticError, match="results differ by"):
+            here.near(wrong, one, one * 1.004)
     assert here.compared == 2
+    assert here.near(one_wrong, one, one * 1.006) == pytest.approx(0.01)
 
 
 def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
