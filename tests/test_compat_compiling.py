@@ -1,10 +1,10 @@
-"""Each private interface of Dynamo, AOTAutograd and Inductor that pgraph uses (see `test_compat`)."""
+"""Each private interface of AOTAutograd and Inductor that pgraph uses (see `test_compat`)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import logging
 import types
 import weakref
 from typing import Any
@@ -27,89 +27,6 @@ aten = torch.ops.aten
 def traced(n: int = 4) -> torch.fx.GraphModule:
     """An ATen graph of fake tensors, as AOTAutograd would hand it over."""
     return make_fx(lambda x: (x.sin() + 1, x.cos()), tracing_mode="fake")(torch.randn(n))
-
-
-# --- Dynamo
-
-
-def test_traced_function() -> None:
-    """The compiled function comes first, whatever it calls."""
-    found: list[Any] = []
-
-    def inner(x: Tensor) -> Tensor:
-        return x + 1
-
-    def outer(x: Tensor) -> Tensor:
-        return inner(x) * 2
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(compat.traced_function())
-        return gm
-
-    assert compat.traced_function() is None
-    torch.compile(outer, backend=backend)(torch.randn(3))
-    assert found[0].endswith("outer")
-
-
-def test_numbers_for_symbols() -> None:
-    gm = make_fx(lambda x: x.reshape(-1, 2), tracing_mode="symbolic")(torch.randn(6, 5, 2))
-    x = next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder")
-    rows, columns = (compat.plain_symbol(size) for size in x.size()[:2])
-    sizes = [n.meta["val"].size(0) for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    assert compat.evaluate(sizes[-1], {str(rows): 7, str(columns): 3}) == 21
-    assert compat.evaluate(sizes[-1], {str(rows): 7}) is None
-
-
-def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every function: its end, what it was compiled for, why Dynamo gave up, and the limit; 2.13."""
-    ended: list[compat.Compilation] = []
-    stopped: list[compat.Compilation] = []
-    handler = torch._dynamo.callback.callback_handler
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    monkeypatch.setattr(handler, "end_callbacks", [])
-    monkeypatch.setattr(handler, "clear", type(handler).clear.__get__(handler))
-    monkeypatch.setattr(logger, "handlers", [])
-    resets = []
-    compat.hear_compilations(ended.append, stopped.append, lambda: resets.append(1))
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any, options: Any = None) -> Any:
-        return gm
-
-    def times(x: Tensor, n: int) -> Tensor:
-        return x * n
-
-    def looping(x: Tensor) -> Tensor:
-        for _ in range(2):
-            torch._dynamo.graph_break()
-        return x + 1
-
-    with torch._dynamo.config.patch(recompile_limit=2):
-        compiled = torch.compile(times, backend=backend, options={"a": 1}, dynamic=False)
-        for n in (3, 4, 5):
-            compiled(torch.randn(3), n)
-    assert [one.name.split(".")[-1] for one in ended] == ["times", "times"]
-    assert all(one.backend is backend and one.options == {"a": 1} for one in (*ended, *stopped))
-    assert ended[0].where == f"{__file__}:{times.__code__.co_firstlineno}"
-    assert (ended[0].guard, "n == 3" in str(ended[1].guard)) == (None, True)
-    (limited,) = stopped
-    assert limited.limit == ("recompile_limit", 2)
-    assert "n == 4" in str(limited.guard)
-    assert compat.known_backends().count(backend) == 1
-    torch._dynamo.reset()
-    assert resets == [1]
-    assert not compat.known_backends()
-    ended.clear()
-    torch.compile(looping, backend=backend)(torch.randn(3))
-    torch.compile(torch.nn.LSTM(2, 2), backend=backend)(torch.randn(3, 1, 2))
-    first, lstm = ended
-    assert "graph_break()" in str(first.error)
-    assert first.frames[-1] == (__file__, looping.__code__.co_firstlineno + 2)
-    assert (lstm.name, lstm.where) == ("LSTM", None)
-    try:
-        raise torch._dynamo.exc.Unsupported("the caller's own")
-    except torch._dynamo.exc.Unsupported:
-        torch.compile(times, backend=backend, dynamic=False)(torch.randn(3), 1)
-    assert ended[-1].error is None
 
 
 # --- AOTAutograd
@@ -219,6 +136,49 @@ def test_hooks_on_saved_tensors_are_seen() -> None:
 
     torch.utils.checkpoint.checkpoint(fn, torch.randn(3, requires_grad=True), use_reentrant=False)
     assert seen == [False]
+
+
+def test_memory_that_the_caller_keeps() -> None:
+    """Parameters and buffers among a forward's inputs, and those of them that its backward gets."""
+    found: dict[str, list[str]] = {}
+
+    def compiler(kind: str) -> Any:
+        def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            kept = compat.static_inputs(gm, kind == "backward")
+            names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+            found[kind] = [names[i] for i in sorted(kept)]
+            return compat.boxed_module(gm)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    module = torch.nn.Linear(3, 3, bias=False)
+    module.register_buffer("scale", torch.ones(3))
+    run = torch.compile(lambda x: (module(x * 2) * module.scale).sum(), backend=backend)
+    run(torch.randn(2, 3, requires_grad=True)).backward()
+    assert len(found["forward"]) == 2
+    assert found["backward"]
+    assert set(found["backward"]) <= set(found["forward"])
+    assert compat.static_inputs(traced(), False) == frozenset()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_backward_is_compiled_with_its_forward(eager: bool) -> None:
+    compiled: list[str] = []
+
+    def compiler(kind: str) -> Any:
+        def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            compiled.append(kind)
+            return compat.boxed_module(gm)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    with compat.eager_backward() if eager else contextlib.nullcontext():
+        result = torch.compile(lambda x: x.sin().sum(), backend=backend)(torch.randn(3, requires_grad=True))
+    assert set(compiled) == ({"forward", "backward"} if eager else {"forward"})
+    result.backward()
+    assert set(compiled) == {"forward", "backward"}
 
 
 def test_donated_inputs() -> None:
@@ -386,6 +346,59 @@ def test_partition_ops() -> None:
     assert compat.partition_ops() == set()
     with torch._inductor.config.patch(custom_should_partition_ops=["my::op"]):
         assert compat.partition_ops() == {"my::op"}
+
+
+@torch.library.custom_op("pgraph_compat::fill_both", mutates_args=("a", "b"))
+def fill_both(a: Tensor, b: Tensor) -> None:
+    a.fill_(1)
+    b.fill_(2)
+
+
+def test_ops_that_write_into_their_arguments_are_unwrapped() -> None:
+    """What AOTAutograd wraps, the op comes out of; a graph without any stays as it is."""
+    found: list[tuple[bool, list[Any]]] = []
+
+    def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        wrapped = any(node.target in compat.WRAPPED_MUTATIONS for node in gm.graph.nodes)
+        compat.unwrap_mutations(gm)
+        found.append((wrapped, [node.target for node in gm.graph.nodes if node.op == "call_function"]))
+        return compat.boxed_module(gm)
+
+    def fn(x: Tensor) -> Tensor:
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        fill_both(a, b)
+        return a + b * x
+
+    run = torch.compile(fn, backend=aot_autograd(fw_compiler=compile_graph))
+    assert run(torch.ones(3)).tolist() == [3, 3, 3]
+    ((wrapped, targets),) = found
+    assert wrapped
+    assert torch.ops.pgraph_compat.fill_both.default in targets
+    assert not set(targets) & set(compat.WRAPPED_MUTATIONS)
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_the_function_that_inductor_generated() -> None:
+    """It takes a list; what is compiled besides has none."""
+    gm = traced()
+    fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    compiled = compat.compile_graph(gm, fakes, {})
+    code = compat.generated_code(compiled)
+    assert code is not None
+    function = code.__func__ if isinstance(code, types.MethodType) else code
+    assert function.__globals__ is compat.generated_namespaces(compiled)[0]
+    args = [x := torch.randn(4)]
+    torch.testing.assert_close(list(code(args)), [x.sin() + 1, x.cos()])
+    assert args == []
+    assert compat.generated_code(compat.boxed_module(gm)) is None
+
+
+def test_what_is_no_triton_kernel() -> None:
+    """On a CPU there are none; `test_cuda_triton` has launchers made by Inductor's own code."""
+    assert not compat.is_triton_kernel(torch.add)
+    assert compat.launcher_of(types.SimpleNamespace(launchers=[])) is None
+    assert compat.launcher_of(types.SimpleNamespace(launchers=[lambda: None])) is None
+    assert compat.launcher_of(types.SimpleNamespace(launchers=[len, len])) is None
 
 
 def test_propagate() -> None:

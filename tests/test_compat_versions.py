@@ -1,6 +1,9 @@
-"""Which versions of PyTorch are known, and that another one is told of once (see `test_compat`)."""
+"""Which versions of PyTorch are known, and that each private interface has a test (see `test_compat`)."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,3 +39,19 @@ def test_an_unknown_version_is_told_once(
         torch.compile(lambda x: x + 1, backend="pgraph", dynamic=False)(torch.ones(size))
     backend._tell_of_version.cache_clear()
     assert sum("this is 2.16.0" in record.getMessage() for record in caplog.records) == 1
+
+
+ELSEWHERE = {
+    "launcher_of": "test_cuda_triton.py",  # with launchers made by Inductor's own code
+    "library_settings": "test_computed.py",  # a test for each setting
+}
+
+RECORDS = {"Compilation", "Joint", "Launcher", "Strides", "Tracing"}  # what functions return
+
+
+@pytest.mark.parametrize("name", sorted(set(compat.__all__) - RECORDS))
+def test_each_private_interface_has_a_test(name: str) -> None:
+    here = Path(__file__).parent
+    files = [here / ELSEWHERE[name]] if name in ELSEWHERE else sorted(here.glob("test_compat*.py"))
+    text = "\n".join(file.read_text() for file in files)
+    assert re.search(rf"\bcompat\.{name}\b", text)

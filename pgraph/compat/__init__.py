@@ -1,7 +1,7 @@
 """Every private PyTorch interface that pgraph uses above the drivers, in one place.
 
 Each was seen working on torch 2.11.0 (cu130) and 2.13 to 2.15 (CPU), but where it says that it was only found
-in the sources of 2.11; `tests/test_compat*.py` have a test for each.
+in the sources of 2.11; `tests/test_compat*.py` have a test for each, and see to it that each has one.
 
 A file for each part of PyTorch; whoever uses them imports them from here.
 """

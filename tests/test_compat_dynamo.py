@@ -1,0 +1,197 @@
+"""Each private interface of Dynamo that pgraph uses (see `test_compat`)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pgraph import compat
+
+
+def heard_by(fn: Any, *args: Any, look: Any, **options: Any) -> list[Any]:
+    """What `look` says of each graph of a function that Dynamo compiles."""
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(look(gm))
+        return gm
+
+    torch.compile(fn, backend=backend, **options)(*args)
+    return found
+
+
+def broken(x: Tensor) -> Tensor:
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x * 2
+
+
+def test_why_a_graph_ends() -> None:
+    """The first one before its function does, in a line of the user's; the last one with it."""
+    first, last = heard_by(broken, torch.ones(2), look=compat.graph_break)
+    assert last is None
+    text, frames = first
+    assert "graph_break" in text
+    assert (frames[-1].filename, frames[-1].lineno) == (__file__, broken.__code__.co_firstlineno + 2)
+
+
+def test_which_compilation_is_under_way() -> None:
+    assert compat.compilation() is None
+    (found,) = heard_by(lambda x: x + 1, torch.ones(2), look=lambda gm: compat.compilation())
+    assert found.endswith("/0")
+    assert found.split("/")[0].isdigit()
+
+
+class Kept(logging.Handler):
+    """Records as they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_text_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made only if somebody listens, and says which compilation it is of."""
+    trace, kept, made = torch._logging._internal.trace_log, Kept(), []
+
+    def text() -> str:
+        made.append("a plan")
+        return made[-1]
+
+    monkeypatch.setattr(trace, "handlers", [])
+    compat.trace("my plan", text, "3/0")
+    assert not made
+    for name, value in (("handlers", [kept]), ("disabled", False), ("propagate", False)):
+        monkeypatch.setattr(trace, name, value)
+    monkeypatch.setattr(trace, "level", logging.DEBUG)
+    monkeypatch.setattr(trace, "_cache", {})  # of the levels that it is enabled for
+    compat.trace("my plan", text, "3/0")
+    assert made == ["a plan"]
+    (record,) = kept.records
+    assert record.metadata["artifact"] == {"name": "my_plan", "encoding": "string"}
+    assert (record.metadata["frame_id"], record.metadata["frame_compile_id"]) == (3, 0)
+    assert record.payload == "a plan"
+
+
+def test_graph_breaks_are_heard() -> None:
+    """Of functions that are skipped whole, too; afterwards nobody listens."""
+
+    def looping(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x + 1
+
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with compat.hearing_graph_breaks() as heard:
+        heard_by(looping, torch.ones(2), look=len)
+    assert any("looping" in text or __file__ in text for text in heard)
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
+def test_what_is_compiled() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not compat.is_compiled(module)
+    assert not compat.is_compiled(module.forward)
+    assert compat.is_compiled(torch.compile(module, backend="eager"))
+    assert compat.is_compiled(torch.compile(module.forward, backend="eager"))
+    module.compile(backend="eager")
+    assert compat.is_compiled(module)
+
+
+def test_where_a_symbol_comes_from() -> None:
+    def sources(gm: torch.fx.GraphModule) -> list[str | None]:
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        sizes = [size for x in values if isinstance(x, Tensor) for size in x.size()]
+        return [compat.symbol_source(size) for size in sizes if isinstance(size, torch.SymInt)]
+
+    (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=sources, dynamic=True)
+    assert found == ["L['x'].size()[0]", "L['x'].size()[1]"]
+
+
+def test_traced_function() -> None:
+    """The compiled function comes first, whatever it calls."""
+    found: list[Any] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(compat.traced_function())
+        return gm
+
+    assert compat.traced_function() is None
+    torch.compile(outer, backend=backend)(torch.randn(3))
+    assert found[0].endswith("outer")
+
+
+def test_numbers_for_symbols() -> None:
+    gm = make_fx(lambda x: x.reshape(-1, 2), tracing_mode="symbolic")(torch.randn(6, 5, 2))
+    x = next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder")
+    rows, columns = (compat.plain_symbol(size) for size in x.size()[:2])
+    sizes = [n.meta["val"].size(0) for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    assert compat.evaluate(sizes[-1], {str(rows): 7, str(columns): 3}) == 21
+    assert compat.evaluate(sizes[-1], {str(rows): 7}) is None
+
+
+def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every function: its end, what it was compiled for, why Dynamo gave up, and the limit; 2.13."""
+    ended: list[compat.Compilation] = []
+    stopped: list[compat.Compilation] = []
+    handler = torch._dynamo.callback.callback_handler
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    monkeypatch.setattr(handler, "end_callbacks", [])
+    monkeypatch.setattr(handler, "clear", type(handler).clear.__get__(handler))
+    monkeypatch.setattr(logger, "handlers", [])
+    resets = []
+    compat.hear_compilations(ended.append, stopped.append, lambda: resets.append(1))
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any, options: Any = None) -> Any:
+        return gm
+
+    def times(x: Tensor, n: int) -> Tensor:
+        return x * n
+
+    def looping(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x + 1
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(times, backend=backend, options={"a": 1}, dynamic=False)
+        for n in (3, 4, 5):
+            compiled(torch.randn(3), n)
+    assert [one.name.split(".")[-1] for one in ended] == ["times", "times"]
+    assert all(one.backend is backend and one.options == {"a": 1} for one in (*ended, *stopped))
+    assert ended[0].where == f"{__file__}:{times.__code__.co_firstlineno}"
+    assert (ended[0].guard, "n == 3" in str(ended[1].guard)) == (None, True)
+    (limited,) = stopped
+    assert limited.limit == ("recompile_limit", 2)
+    assert "n == 4" in str(limited.guard)
+    assert compat.known_backends().count(backend) == 1
+    torch._dynamo.reset()
+    assert resets == [1]
+    assert not compat.known_backends()
+    ended.clear()
+    torch.compile(looping, backend=backend)(torch.randn(3))
+    torch.compile(torch.nn.LSTM(2, 2), backend=backend)(torch.randn(3, 1, 2))
+    first, lstm = ended
+    assert "graph_break()" in str(first.error)
+    assert first.frames[-1] == (__file__, looping.__code__.co_firstlineno + 2)
+    assert (lstm.name, lstm.where) == ("LSTM", None)
+    try:
+        raise torch._dynamo.exc.Unsupported("the caller's own")
+    except torch._dynamo.exc.Unsupported:
+        torch.compile(times, backend=backend, dynamic=False)(torch.randn(3), 1)
+    assert ended[-1].error is None
