@@ -13,6 +13,8 @@
   function's limit was raised, and what happens when it is lowered again.
 * ``attention-*``: ms of attention, forward and backward, at lengths never seen before (`us` is of one) and at
   the same again (`again_us`), with ``TORCH_CUDNN_SDPA_DEPRIORITIZED`` of 0 and 1.
+* ``results-*``: host time to make one of 13 results of 64 KiB (`us`), and to free it (`done_us`): its memory
+  alone, tensors as a launch makes them in C++, and as generated code does. A launch takes at least the first.
 
 `answer` is "yes" where the node did what it was set to do, "no" and an error where the driver refused, and
 "wrong" with what came instead. Each question is asked in a process of its own: a wrong launch may spoil the
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import _paths  # noqa: F401  (puts the checkout on sys.path)
+import probes_results
 import schema
 import torch
 from workers import start_worker
@@ -44,10 +47,8 @@ ROUNDS = 200
 THREADS = 32
 BLOCKS = 4  # a multiple of all clusters
 VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-CLUSTER, LIMIT = (
-    4,
-    8,
-)  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Figures = dict[str, Any]
 Value = tuple[str, float]
@@ -335,6 +336,14 @@ def attention(deprioritized: bool) -> Figures:
     return {"us": total(), "again_us": total(), "answer": f"{VARIABLE}={int(deprioritized)}"}
 
 
+def cuda_driver() -> Any:
+    """That of the first GPU."""
+    from pgraph.drivers.cuda.driver import CudaDriver
+
+    torch.cuda.init()
+    return CudaDriver(0)
+
+
 PROBES: dict[str, Callable[[], Figures]] = {
     "function-same-size": lambda: function("twice"),
     "function-other-size": lambda: function("sum", ("f", 1.0), ("f", 2.0), ("d", 4.0)),
@@ -352,6 +361,9 @@ PROBES: dict[str, Callable[[], Figures]] = {
     "shared-above": lambda: shared(raised=False, lowered=False),
     "shared-raised": lambda: shared(raised=True, lowered=False),
     "shared-raised-and-lowered": lambda: shared(raised=True, lowered=True),
+    "results-memory": lambda: probes_results.memory_alone(cuda_driver()),
+    "results-tensors": lambda: probes_results.tensors(cuda_driver()),
+    "results-python": lambda: probes_results.from_python(cuda_driver()),
     "attention-cudnn": lambda: attention(False),
     "attention-deprioritized": lambda: attention(True),
 }

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_native import FakeDevice
+
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.native.libraries import load_tensors
 
 FUNCTIONS = {"once": 11, "twice": 12, "sum": 13, "scratch": 14, "any": 15, "pair": 16, "four": 17}
 STATIC = {"pair": 2, "four": 4}
@@ -195,3 +199,26 @@ def test_nothing_is_asked_without_a_gpu(
     assert probes.main(["--out", str(tmp_path)]) is None
     assert "there is no CUDA device here" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["memory_alone", "tensors", "from_python"])
+def test_what_results_cost(what: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are there at once, and all are freed."""
+    if load_tensors() is None:
+        pytest.skip("no C++ compiler, or PGRAPH_NATIVE=0")
+    results, device = load("probes_results"), FakeDevice()
+    device.made_on = -1
+    monkeypatch.setattr(results, "ROUNDS", 20)
+    found = getattr(results, what)(device)
+    assert found["answer"] == "13 at once, each"
+    assert all(isinstance(found[name], float) for name in ("us", "done_us"))
+    assert not device.living
+    kinds = [event[0] for event in device.events]
+    assert kinds.count("alloc") == kinds.count("free") == (0 if what == "tensors" else 260)
+    if what == "memory_alone":
+        assert kinds[:26] == ["alloc"] * 13 + ["free"] * 13
+
+
+def test_what_results_cost_is_not_told_without_native_calls(load: Any) -> None:
+    with pytest.raises(RuntimeError, match="lacks what a launch in C calls"):
+        load("probes_results").memory_alone(HostDriver())

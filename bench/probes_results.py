@@ -1,0 +1,101 @@
+"""What PyTorch takes for the results of a launch. Not a program: `probes.py` imports it."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+RESULTS = 13
+ROUNDS = 2000
+SIZE, STRIDE = (64, 256), (256, 1)  # float32: 64 KiB, of which the allocator keeps blocks
+
+Figures = dict[str, Any]
+Make = Callable[[], Any]
+
+
+def per_one(make: Make, free: Callable[[list[Any]], None] = list.clear) -> tuple[float, float]:
+    """(us to make one of `RESULTS`, us to free one), the medians; all of them live at once."""
+    made: list[float] = []
+    freed: list[float] = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        held = [make() for _ in range(RESULTS)]
+        there = time.perf_counter()
+        free(held)
+        made.append((there - began) * 1e6 / RESULTS)
+        freed.append((time.perf_counter() - there) * 1e6 / RESULTS)
+    return statistics.median(made[ROUNDS // 2 :]), statistics.median(freed[ROUNDS // 2 :])
+
+
+def _told(us: float, done_us: float, less: tuple[float, float] = (0.0, 0.0)) -> Figures:
+    return {"us": us - less[0], "done_us": done_us - less[1], "answer": f"{RESULTS} at once, each"}
+
+
+def _calls(driver: Any) -> Any:
+    calls = driver.native_calls()
+    if calls is None:
+        raise RuntimeError("this PyTorch lacks what a launch in C calls")
+    return calls
+
+
+def memory_alone(driver: Any) -> Figures:
+    """The allocator, without a tensor around it; the cost of a call by ctypes is taken off."""
+    calls, nbytes = _calls(driver), 4 * SIZE[0] * SIZE[1]
+    alloc = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_void_p)(calls.raw_alloc)
+    release = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64)(calls.raw_free)
+    places = (ctypes.c_uint64 * RESULTS)()
+    addresses = [ctypes.addressof(places) + 8 * i for i in range(RESULTS)]
+    nothing = ctypes.CDLL(None).labs
+    nothing.argtypes, nothing.restype = [ctypes.c_uint64, ctypes.c_void_p], ctypes.c_int32
+    begun: list[int] = []
+
+    def make(take: Callable[..., int]) -> Make:
+        def one() -> int:
+            begun.append(0)
+            return take(nbytes, addresses[len(begun) - 1])
+
+        return one
+
+    def free(give: Callable[[int], int]) -> Callable[[list[Any]], None]:
+        def all_of(held: list[Any]) -> None:
+            begun.clear()
+            for address in places:
+                give(address)
+
+        return all_of
+
+    idle = per_one(make(nothing), free(lambda address: nothing(address, 0)))
+    return _told(*per_one(make(alloc), free(release)), less=idle)
+
+
+def tensors(driver: Any) -> Figures:
+    """Tensors as a launch makes them: in C++, with their Python objects."""
+    import torch
+
+    from pgraph.native import libraries
+
+    calls, library = _calls(driver), libraries.load_tensors()
+    if library is None or calls.made_on is None:
+        raise RuntimeError("tensors.cpp could not be built here")
+    python = ctypes.PyDLL(library._name)
+    empty, number = python.pg_empty, python.pg_scalar_type
+    number.argtypes, number.restype = [ctypes.py_object], ctypes.c_int64
+    p, whole = ctypes.c_void_p, ctypes.c_int64
+    empty.argtypes, empty.restype = [whole, p, whole, whole, p], ctypes.py_object
+    layout, at = (ctypes.c_int64 * 4)(*SIZE, *STRIDE), ctypes.c_uint64()
+    told = 2, ctypes.addressof(layout), number(torch.float32), calls.made_on, ctypes.addressof(at)
+    nothing = ctypes.PyDLL(None).labs
+    nothing.argtypes, nothing.restype = [whole, p, whole, whole, p], ctypes.c_int32
+    idle = per_one(lambda: nothing(*told))
+    return _told(*per_one(lambda: empty(*told)), less=idle)
+
+
+def from_python(driver: Any) -> Figures:
+    """Tensors as generated code makes them."""
+    import torch
+
+    empty = _calls(driver).empty
+    return _told(*per_one(lambda: empty(SIZE, STRIDE, torch.float32)))
