@@ -100,8 +100,12 @@ class CudaSession(Session):
                 stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             )
         )
-        graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
-        self._nodes = NodeCount(stream.cuda_stream, int(graph), counting)
+        try:
+            graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+            self._nodes = NodeCount(stream.cuda_stream, int(graph), counting)
+        except BaseException:
+            self.close()  # a thread that goes on capturing can allocate nothing
+            raise
 
     def node_count(self) -> int:
         return self._nodes.now()
