@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pgraph.errors import DriverError
 
@@ -40,3 +43,48 @@ def test_a_capture_that_cannot_be_counted_is_ended(code: Any, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt if code == SUCCESS else DriverError):
         cuda.CudaSession(None, stream, None, False, cuda.Counting())
     assert done[-3:] == ["cuStreamEndCapture", "cuGraphDestroy", "drop"]
+
+
+class Devices:
+    """Two devices as PyTorch shows them.
+
+    Attributes:
+        capturing: those whose current stream is captured.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current, self.capturing = 0, set[int]()
+        patch.setattr(torch.cuda, "device", self.device)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current in self.capturing)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: self.current, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def test_a_library_is_asked_on_the_drivers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current: its handles and workspaces are each device's own."""
+    devices, asked = Devices(monkeypatch), []
+    monkeypatch.setattr(
+        cuda.workspaces, "lends", lambda *given: asked.append((devices.current, *given)) or True
+    )
+    assert cuda.CudaDriver(1).lends_workspace(4096)
+    assert asked == [(1, 71, 4096)]
+    assert devices.current == 0
+
+
+@pytest.mark.parametrize("capturing", [0, 1])
+def test_a_capture_of_either_device_is_seen(capturing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches go to the stream that is current on the driver's device, whichever is current."""
+    devices = Devices(monkeypatch)
+    driver = cuda.CudaDriver(1)
+    assert not driver.is_capturing()
+    devices.capturing.add(capturing)
+    assert driver.is_capturing()
+    assert devices.current == 0

@@ -260,7 +260,8 @@ class CudaDriver(Driver):
         return workspaces.kept()
 
     def lends_workspace(self, nbytes: int) -> bool:
-        return workspaces.lends(self.current_stream(), nbytes)
+        with torch.cuda.device(self.device):  # whose handle is asked for
+            return workspaces.lends(self.current_stream(), nbytes)
 
     def workspace(self, stream: int, nbytes: int) -> int:
         return workspaces.current(stream, nbytes)
@@ -277,7 +278,13 @@ class CudaDriver(Driver):
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        elsewhere = self.on_device()
+        if elsewhere is None:
+            return False
+        with elsewhere:
+            return torch.cuda.is_current_stream_capturing()
 
     def native_calls(self) -> NativeCalls | None:
         return native_calls(self.device.index)
