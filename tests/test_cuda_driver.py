@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import DriverError
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 
 SUCCESS, FAILURE = cuda.cu.CUresult.CUDA_SUCCESS, cuda.cu.CUresult.CUDA_ERROR_INVALID_VALUE
 
@@ -88,3 +90,22 @@ def test_a_capture_of_either_device_is_seen(capturing: int, monkeypatch: pytest.
     devices.capturing.add(capturing)
     assert driver.is_capturing()
     assert devices.current == 0
+
+
+def test_what_the_log_says_of_earlier_arenas_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own log goes back further than a capture, and addresses come again after many of them."""
+    log: list[dict[str, Any]] = []
+
+    def note(time: int, action: str, address: int, size: int = 0) -> None:
+        log.append({"time_us": time, "action": action, "addr": address, "size": size})
+
+    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
+    assert cuda_ghost.last_logged(0) == -1
+    note(5, "alloc", 1000, 4096)
+    note(6, "alloc", 1200, 64)
+    note(7, "free_requested", 1000)
+    note(7, "free_requested", 1200)
+    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0))
+    arena.since = cuda_ghost.last_logged(0)
+    note(9, "alloc", 1000, 512)
+    assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 512, False)]

@@ -47,6 +47,7 @@ from pgraph.drivers.cuda.ghost import (
     GhostPools,
     allocator_trace,
     clear_trace,
+    last_logged,
     read_trace,
     unlimited,
 )
@@ -218,6 +219,8 @@ class CudaDriver(Driver):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
             shared_history = stack.enter_context(allocator_trace())
+            if shared_history:
+                arena.since = last_logged(arena.device.index)
             stack.enter_context(unlimited(self.device))
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
