@@ -109,3 +109,14 @@ def test_what_the_log_says_of_earlier_arenas_is_not_read(monkeypatch: pytest.Mon
     arena.since = cuda_ghost.last_logged(0)
     note(9, "alloc", 1000, 512)
     assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 512, False)]
+
+
+def test_a_log_that_tells_of_want_of_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an entry has no address. It may be the program's own, from long before."""
+    log = [
+        {"action": "oom", "device_free": 4096, "size": 1 << 40},
+        {"action": "alloc", "addr": 1000, "size": 64},
+    ]
+    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
+    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0), since=-1)
+    assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 64, False)]

@@ -351,7 +351,7 @@ def _replayed(
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
     for entry in snapshot.log(arena.device.index, pool):
-        address = entry["addr"]
+        address = entry.get("addr", -1)  # none where memory ran out
         if not arena.low <= address < arena.high or -1 < _time_of(entry) <= arena.since:
             continue
         if entry["action"] == "alloc":
