@@ -105,7 +105,7 @@ def test_what_the_log_says_of_earlier_arenas_is_not_read(monkeypatch: pytest.Mon
     note(6, "alloc", 1200, 64)
     note(7, "free_requested", 1000)
     note(7, "free_requested", 1200)
-    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0))
+    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0), stream=7)
     arena.since = cuda_ghost.last_logged(0)
     note(9, "alloc", 1000, 512)
     assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 512, False)]
@@ -118,5 +118,30 @@ def test_a_log_that_tells_of_want_of_memory_is_read(monkeypatch: pytest.MonkeyPa
         {"action": "alloc", "addr": 1000, "size": 64},
     ]
     monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
-    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0), since=-1)
+    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0))
+    arena.since, arena.stream = -1, 7
     assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 64, False)]
+
+
+@pytest.mark.parametrize("entry", [{}, {"stream": 6}, {"time_us": 3}, {"action": "free_requested"}])
+def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
+    entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured op was given it, and each launch would write there. Other streams may have some."""
+    arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0))
+    arena.since, arena.stream, dropped = 5, 7, list[Any]()
+    log = [
+        {"time_us": 8, "stream": 7, "action": "alloc", "addr": 1000, "size": 64},
+        {"time_us": 9, "stream": 7, "action": "alloc", "addr": 9000, "size": 512, **entry},
+    ]
+    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
+    monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
+    session = object.__new__(cuda.CudaSession)
+    session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), True
+    session._pools = SimpleNamespace(latest=(0, 7))
+    if not entry:
+        with pytest.raises(DriverError, match="512 bytes came from elsewhere"):
+            session._read_hidden()
+    else:
+        assert [h.address for h in session._read_hidden()] == [1000]
+    assert dropped == [(7, arena)]

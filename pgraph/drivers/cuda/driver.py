@@ -60,7 +60,7 @@ from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
-from pgraph.errors import CaptureError, RecountError
+from pgraph.errors import CaptureError, DriverError, RecountError
 from pgraph.native import libraries
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
@@ -144,7 +144,11 @@ class CudaSession(Session):
         return self._hidden
 
     def _read_hidden(self) -> list[HiddenAllocation]:
-        found = read_trace(self.arena, self._pools.latest)
+        try:
+            found = read_trace(self.arena, self._pools.latest)
+        except DriverError:
+            workspaces.drop(self._stream.cuda_stream, self.arena)
+            raise
         if self._shared_history and len(found) < self.arena.segments:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
@@ -221,6 +225,8 @@ class CudaDriver(Driver):
             shared_history = stack.enter_context(allocator_trace())
             if shared_history:
                 arena.since = last_logged(arena.device.index)
+            if not shared_history or arena.since >= 0:
+                arena.stream = stream.cuda_stream
             stack.enter_context(unlimited(self.device))
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))

@@ -54,12 +54,14 @@ class CudaArena(Arena):
 
     Attributes:
         since: what the allocator's log says up to this time, in microseconds, is of earlier arenas.
+        stream: raw handle of one for which all memory comes from the arena; None if that is not known.
 
     Raises:
         DriverError: not even the smallest physical chunk could be allocated.
     """
 
     since = -1
+    stream: int | None = None
 
     def __init__(self, device: torch.device, layout: int) -> None:
         self._device = device
@@ -340,6 +342,10 @@ def read_trace(
     Args:
         pool: id of one of its pools; that is faster.
         before: what was read before the log was cleared.
+
+    Raises:
+        DriverError: memory for the arena's stream came from elsewhere, and launches would write to it. A pool
+            that the thread uses already (`torch.cuda.use_mem_pool`) goes before those of a capture.
     """
     found = _replayed(arena, pool, before)
     return found if len(found) >= arena.segments else _replayed(arena, None, before)
@@ -352,7 +358,11 @@ def _replayed(
     alive = {h.address for h in before if not h.freed}
     for entry in snapshot.log(arena.device.index, pool):
         address = entry.get("addr", -1)  # none where memory ran out
-        if not arena.low <= address < arena.high or -1 < _time_of(entry) <= arena.since:
+        if -1 < _time_of(entry) <= arena.since:
+            continue
+        if not arena.low <= address < arena.high:
+            if entry["action"] == "alloc" and entry.get("stream") == arena.stream is not None:
+                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
             continue
         if entry["action"] == "alloc":
             sizes[address] = max(sizes.get(address, 0), entry["size"])
