@@ -310,6 +310,7 @@ def test_copies_keep_all_but_their_length_and_fills_all_but_their_value() -> Non
 def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read is not read again; all is asked for where the pool's own log lacks something."""
     arena = SimpleNamespace(low=1000, high=2000, segments=2, device=torch.device("cuda", 0))
+    arena.since = arena.stream = -1
     log: list[dict[str, Any]] = []
     asked: list[Any] = []
 

@@ -193,6 +193,33 @@ def test_kernels_are_read_by_the_helper(monkeypatch: pytest.MonkeyPatch) -> None
     assert attributes == tuple(None if a == 14 else bytes([a]) * n for a, n in sizes.items())
 
 
+@pytest.mark.parametrize("helper", [True, False])
+def test_a_handle_that_was_given_anew(helper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is unloaded together with its code, and the next one may be found under its handle."""
+    if helper and libraries.load() is None:
+        pytest.skip("no C compiler, or PGRAPH_NATIVE=0")
+    facts, cu, success = cuda_nodes._function_facts, cuda_nodes.cu, cuda_nodes.cu.CUresult.CUDA_SUCCESS
+    known = {"name": b"gone", "layout": [(0, 8)]}
+
+    def parameter(function: Any, i: int) -> tuple[Any, int, int]:
+        told = dict(enumerate(known["layout"]))
+        return (success, *told[i]) if i in told else (cu.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0)
+
+    plain: dict[str, Any] = {"attributes": {}, "numbers": [1] * 8}
+    driver = Driver([Node(KERNEL, 0x20, "params", data=bytes(range(32)), **plain)])
+    driver.in_place(monkeypatch)
+    monkeypatch.setattr(cuda_nodes, "_function_facts", facts)
+    monkeypatch.setattr(cu, "cuFuncGetName", lambda function: (success, known["name"]))
+    monkeypatch.setattr(cu, "cuFuncGetParamInfo", parameter)
+    if not helper:
+        monkeypatch.setattr(cuda_nodes.libraries, "load", lambda: None)
+    (before,) = told(driver, False)
+    assert (before.name, before.params) == ("gone", bytes(range(8)))
+    known |= {"name": b"new", "layout": [(0, 4)]}
+    (after,) = told(driver, False)
+    assert (after.name, after.params) == ("new", bytes(range(4)) + bytes(4))
+
+
 # -- edges --------------------------------------------------------------------------------------
 
 

@@ -261,3 +261,23 @@ def test_nothing_is_collected_until_a_partition_is_made(
         build.build(HostDriver(), lambda args: [args.pop() + 1], [torch.ones(4)], [16])
     assert gc.isenabled()
     assert during == [False]
+
+
+def test_the_collector_is_back_before_another_thread_may_capture(
+    collecting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that thread finds it off, and has it come back in the middle of its own capture."""
+    found: list[bool] = []
+    real = HostDriver.capture_lock
+
+    @contextlib.contextmanager
+    def noting(self: HostDriver) -> Iterator[None]:
+        with real(self):
+            found.append(gc.isenabled())
+            yield
+            found.append(gc.isenabled())
+
+    monkeypatch.setattr(HostDriver, "capture_lock", noting)
+    gc.enable()
+    build.build(HostDriver(), lambda args: [args.pop() + 1], [torch.ones(4)], [16])
+    assert found == [True, True]

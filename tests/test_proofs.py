@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,14 @@ def test_kernels_that_are_given_addresses_outside_of_their_regions_prove_nothing
     known = Proofs()
     known.add(small(), (dataclasses.replace(SLOTS[0], delta=delta), *SLOTS[1:]))
     assert slots_of(known, large()) is None
+
+
+def test_long_names_are_looked_through_once() -> None:
+    """Kernels of templates have names of hundreds of characters, and each node's is looked at."""
+    recorded = small(third=kernel(at(0), at(2), name="_ZN2at6native" + "x" * 30_000))
+    start = time.perf_counter()
+    Proofs().add(recorded, ())
+    assert time.perf_counter() - start < 0.2, "as many steps as characters; their square takes seconds"
 
 
 def test_kernels_of_cudnn_prove_nothing() -> None:

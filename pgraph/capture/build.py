@@ -98,7 +98,8 @@ def build(
         return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
 
     computer = shelf.computer if shelf is not None else None
-    with uncollected(), driver.capture_lock():
+    # In this order: else the collector comes back on after another thread has begun to capture.
+    with driver.capture_lock(), uncollected():
         built = None
         computed = computer.recording(inputs, alignments) if computer is not None else None
         if computed is not None:

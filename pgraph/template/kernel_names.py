@@ -26,8 +26,9 @@ OPERAND_KERNELS: Final = (
 # cuDNN's, as their names say (`..._execute_kernel__5x_cudnn`, `cutlass__5x_cudnn::Kernel`). PyTorch gives
 # cuDNN operands and a workspace that is allocated for the call; cuDNN's own buffers are not in PyTorch's
 # memory, and recurrent nets, whose states are, are refused by name. Its structs mix pointers with numbers of
-# four bytes.
-CUDNN_KERNELS: Final = (r"\w*5x_cudnn",)
+# four bytes. This stands anywhere in a name: a pattern that began with any word would be tried from each of
+# its characters on, to the end.
+CUDNN_KERNELS: Final = ("5x_cudnn",)
 
 # PyTorch's memory-efficient attention, forward and backward. Its struct mixes pointers to operands with
 # numbers of four bytes, beside which half a word is left as it was. A random generator's state is among the

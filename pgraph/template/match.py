@@ -83,7 +83,7 @@ _PLAIN = (int, float, bool, str, complex)
 _OPERAND_KERNEL = re.compile(
     rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I"
     rf"|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
-    rf"|({'|'.join(CUDNN_KERNELS)})"
+    rf"|\w*({'|'.join(CUDNN_KERNELS)})"
 )
 _MASK = (1 << 64) - 1
 

@@ -22,7 +22,8 @@ def sharing_key(
 ) -> Hashable | None:
     """Equal for recordings whose nodes may be set in one another's execs; None if that cannot be told.
 
-    A copy or a fill must be given the same addresses anew: an exec keeps the others, and takes only some.
+    A copy or a fill must be given the same addresses anew: an exec keeps the others, and takes only some. One
+    that is given none is never set, so all of it must be the same.
 
     Args:
         slots: in the order of their nodes.
@@ -36,7 +37,8 @@ def sharing_key(
             return None
         if isinstance(node.kept, bytes):
             offsets = rebound.get(i, [])
-            kept.append((node.kind, tuple(offsets), _blank(node.kept, offsets)))
+            stays = _blank(node.kept, offsets) if offsets else node.params
+            kept.append((node.kind, tuple(offsets), stays))
         else:
             kept.append((node.kind, node.kept))
     return tuple(kept), order.edges, order.odd, tuple((chunk.first, chunk.last) for chunk in chunks)

@@ -47,6 +47,7 @@ from pgraph.drivers.cuda.ghost import (
     GhostPools,
     allocator_trace,
     clear_trace,
+    last_logged,
     read_trace,
     unlimited,
 )
@@ -59,7 +60,7 @@ from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks, PeakLedger
-from pgraph.errors import CaptureError, RecountError
+from pgraph.errors import CaptureError, DriverError, RecountError
 from pgraph.native import libraries
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
@@ -100,8 +101,12 @@ class CudaSession(Session):
                 stream.cuda_stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             )
         )
-        graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
-        self._nodes = NodeCount(stream.cuda_stream, int(graph), counting)
+        try:
+            graph = _check(cu.cuStreamGetCaptureInfo(stream.cuda_stream))[2]
+            self._nodes = NodeCount(stream.cuda_stream, int(graph), counting)
+        except BaseException:
+            self.close()  # a thread that goes on capturing can allocate nothing
+            raise
 
     def node_count(self) -> int:
         return self._nodes.now()
@@ -139,7 +144,11 @@ class CudaSession(Session):
         return self._hidden
 
     def _read_hidden(self) -> list[HiddenAllocation]:
-        found = read_trace(self.arena, self._pools.latest)
+        try:
+            found = read_trace(self.arena, self._pools.latest)
+        except DriverError:
+            workspaces.drop(self._stream.cuda_stream, self.arena)
+            raise
         if self._shared_history and len(found) < self.arena.segments:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
@@ -214,6 +223,10 @@ class CudaDriver(Driver):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
             shared_history = stack.enter_context(allocator_trace())
+            if shared_history:
+                arena.since = last_logged(arena.device.index)
+            if not shared_history or arena.since >= 0:
+                arena.stream = stream.cuda_stream
             stack.enter_context(unlimited(self.device))
             stack.enter_context(self._peaks_noted())
             stack.enter_context(torch.cuda.stream(stream))
@@ -256,7 +269,8 @@ class CudaDriver(Driver):
         return workspaces.kept()
 
     def lends_workspace(self, nbytes: int) -> bool:
-        return workspaces.lends(self.current_stream(), nbytes)
+        with torch.cuda.device(self.device):  # whose handle is asked for
+            return workspaces.lends(self.current_stream(), nbytes)
 
     def workspace(self, stream: int, nbytes: int) -> int:
         return workspaces.current(stream, nbytes)
@@ -273,7 +287,13 @@ class CudaDriver(Driver):
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        elsewhere = self.on_device()
+        if elsewhere is None:
+            return False
+        with elsewhere:
+            return torch.cuda.is_current_stream_capturing()
 
     def native_calls(self) -> NativeCalls | None:
         return native_calls(self.device.index)

@@ -25,7 +25,15 @@ from pgraph.errors import DriverError
 from pgraph.native import libraries
 from pgraph.native.structs import ArenaState
 
-__all__ = ["CudaArena", "GhostPools", "allocator_trace", "clear_trace", "read_trace", "unlimited"]
+__all__ = [
+    "CudaArena",
+    "GhostPools",
+    "allocator_trace",
+    "clear_trace",
+    "last_logged",
+    "read_trace",
+    "unlimited",
+]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
@@ -34,7 +42,8 @@ _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is
 # neither a small number nor a common float (0x5000_0000 is 1.3e9, or 8.6e9 as a float32).
 _HINT = (0x5A00_0000_0000, 0x5B00_0000_0000)
 _START = 0x5000_0000
-# Each arena starts elsewhere, so that what the allocator's log says of earlier ones is not taken for this.
+# Each arena starts elsewhere, so that an address of an earlier one is not taken for one of this. After some
+# tens of arenas the same places come again (`CudaArena.since`).
 _STRIDE = 8 << 30
 _arenas = itertools.count()
 _GUARD = 256 << 10
@@ -43,9 +52,16 @@ _GUARD = 256 << 10
 class CudaArena(Arena):
     """One capture's ghost addresses on one GPU.
 
+    Attributes:
+        since: what the allocator's log says up to this time, in microseconds, is of earlier arenas.
+        stream: raw handle of one for which all memory comes from the arena; None if that is not known.
+
     Raises:
         DriverError: not even the smallest physical chunk could be allocated.
     """
+
+    since = -1
+    stream: int | None = None
 
     def __init__(self, device: torch.device, layout: int) -> None:
         self._device = device
@@ -309,6 +325,15 @@ def _left_out() -> dict[str, Any]:
     return {"skip_actions": list(_NOT_READ)} if "skip_actions" in known else {}
 
 
+def last_logged(device: int) -> int:
+    """When the last entry of a device's log was made, in microseconds; -1 if there is none."""
+    return max(map(_time_of, snapshot.log(device)), default=-1)
+
+
+def _time_of(entry: dict[str, Any]) -> int:
+    return int(entry.get("time_us", -1))
+
+
 def read_trace(
     arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()
 ) -> list[HiddenAllocation]:
@@ -317,6 +342,10 @@ def read_trace(
     Args:
         pool: id of one of its pools; that is faster.
         before: what was read before the log was cleared.
+
+    Raises:
+        DriverError: memory for the arena's stream came from elsewhere, and launches would write to it. A pool
+            that the thread uses already (`torch.cuda.use_mem_pool`) goes before those of a capture.
     """
     found = _replayed(arena, pool, before)
     return found if len(found) >= arena.segments else _replayed(arena, None, before)
@@ -328,8 +357,12 @@ def _replayed(
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
     for entry in snapshot.log(arena.device.index, pool):
-        address = entry["addr"]
+        address = entry.get("addr", -1)  # none where memory ran out
+        if -1 < _time_of(entry) <= arena.since:
+            continue
         if not arena.low <= address < arena.high:
+            if entry["action"] == "alloc" and entry.get("stream") == arena.stream is not None:
+                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
             continue
         if entry["action"] == "alloc":
             sizes[address] = max(sizes.get(address, 0), entry["size"])

@@ -261,9 +261,12 @@ def _read_kernel(node: int, with_kept: bool) -> NodeRecord:
     return NodeRecord("kernel", name, header, data, _structs(layout), stays, passing)
 
 
-@functools.lru_cache(maxsize=4096)
 def _function_facts(handle: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """(name, (offset, size) of each parameter in bytes) of a kernel function."""
+    """(name, (offset, size) of each parameter in bytes) of a kernel function.
+
+    Not remembered from one capture to the next: Inductor unloads kernels together with the code that launches
+    them (from torch 2.13 on), and a kernel that is loaded later may be given the same handle.
+    """
     function = cu.CUfunction(handle)
     error, name = cu.cuFuncGetName(function)
     text = name.decode() if error == cu.CUresult.CUDA_SUCCESS and name else "kernel"
