@@ -24,6 +24,7 @@ from pgraph.runtime import cache, registry
 from pgraph.runtime.keeping import WAITING
 
 SMALL = st.integers(0, 3)
+NUMBERS = (-1, 0, 1, True, 1.0, 0.0, -0.0, 2.5, 1 << 70)
 
 
 @st.composite
@@ -37,7 +38,9 @@ def guards(draw: st.DrawFn) -> Guards:
         tensors.append(TensorGuard(position, size, stride, draw(st.sampled_from([0, 15, 63]))))
     trait = (TraitGuard(1, lazy_bits, (False, draw(st.booleans()))),) if draw(st.booleans()) else ()
     return Guards(
-        tuple(tensors), (ValueGuard(0, draw(st.sampled_from([-1, 0, 1, True, 2.5, 1 << 70]))),), trait
+        tuple(tensors),
+        (ValueGuard(0, draw(st.sampled_from([-1, 0, 1, True, 1.0, 0.0, -0.0, 2.5, 1 << 70]))),),
+        trait,
     )
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import RecipeOf, change_program, host, launching, same
-from support_native import CASE, SIDE, FakeDevice, in_c, made
+from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, made
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import DriverError, MatchError
+from pgraph.launch.guards import ValueGuard
 from pgraph.native import libraries
 from pgraph.template.match import match
 from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
@@ -25,6 +26,24 @@ from pgraph.template.topology import chain
 def native_path() -> None:
     if libraries.load_call() is None:
         pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+NUMBERS = (0, False, 0.0, -0.0, 1, True, 1.0, 2.5, -1)
+
+
+@BOTH
+@pytest.mark.usefixtures("native_path")
+@pytest.mark.parametrize("known", range(len(NUMBERS)))
+def test_a_specialization_takes_its_own_numbers_only(path: Any, known: int) -> None:
+    """Equal ones of another type or sign are others: x / 0.0 is not x / -0.0."""
+    program = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})
+    guard = ValueGuard(0, NUMBERS[known])
+    call = path(dataclasses.replace(program, guards=dataclasses.replace(program.guards, values=(guard,))))
+    for i, number in enumerate(NUMBERS):
+        assert (call([number, torch.randn(SIDE, SIDE)]) is not None) == (i == known)
+        assert (guard == ValueGuard(0, number)) == (i == known)
 
 
 # -- strides -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,12 +70,26 @@ class TensorGuard:
         return tensor.size() == self.size and all(a == b for n, a, b in strides if n > 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ValueGuard:
-    """A number that the code was specialized for."""
+    """A number that the code was specialized for. 0.0 is another one than -0.0; so are 1, 1.0 and True."""
 
     position: int
     value: Any
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is this number."""
+        if type(value) is not type(self.value) or value != self.value:
+            return False
+        return type(value) is not float or math.copysign(1.0, value) == math.copysign(1.0, self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ValueGuard):
+            return NotImplemented
+        return self.position == other.position and self.holds(other.value)
+
+    def __hash__(self) -> int:
+        return hash((self.position, self.value))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +137,7 @@ class Guards:
         needs another capture.
         """
         for number in self.values:
-            if args[number.position] != number.value:
+            if not number.holds(args[number.position]):
                 return None
         found = []
         try:

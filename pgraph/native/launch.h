@@ -1,6 +1,7 @@
 /* What `launch.c` and its parts share: how a launch program lies in memory, and a clock. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>

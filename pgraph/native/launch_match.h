@@ -86,6 +86,16 @@ static int input_matches(const pg_program *p, PyObject *args, Py_ssize_t i, uint
     return handle ? reads_as(p, handle, &p->inputs[i], &bases[i]) : -1;
 }
 
+/* 1: it is this number; 0: it is not; -1: a Python error. As `ValueGuard.holds`: 0.0 == -0.0, and 1 == True. */
+static int is_number(PyObject *value, PyObject *number)
+{
+    if (Py_TYPE(value) != Py_TYPE(number))
+        return 0;
+    if (PyFloat_CheckExact(value) && !signbit(PyFloat_AS_DOUBLE(value)) != !signbit(PyFloat_AS_DOUBLE(number)))
+        return 0;
+    return PyObject_RichCompareBool(value, number, Py_EQ);
+}
+
 /* 1: they are, and `bases` has their addresses; 0: they are not; -1: a Python error.
  *
  * Where several programs are tried, most inputs (the parameters) are alike in all of them. The guard that
@@ -96,7 +106,7 @@ static int matches(pg_program *p, PyObject *args, uint64_t *bases)
     for (Py_ssize_t i = 0; i < p->n_values; i++) {
         if (p->values[i].position >= n)
             return 0;
-        int same = PyObject_RichCompareBool(PyList_GET_ITEM(args, p->values[i].position), p->values[i].value, Py_EQ);
+        int same = is_number(PyList_GET_ITEM(args, p->values[i].position), p->values[i].value);
         if (same <= 0)
             return same;
     }
