@@ -345,3 +345,16 @@ def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     hide = True
     assert len(cuda_ghost.read_trace(arena, (0, 7))) == 2
     assert asked == [(0, 7, True), (0, 0, True)]
+
+
+def test_a_status_that_the_bindings_do_not_know() -> None:
+    """It is an error like any other: a launch that failed goes on uncaptured."""
+    cuda_nodes.succeeded(0)
+    assert cuda_nodes.status_name(700) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert cuda_nodes.status_name(31999) == "CUDA error 31999"
+    with pytest.raises(DriverError, match="CUDA error 31999: no description"):
+        cuda_nodes.succeeded(31999)
+    with pytest.raises(DriverError, match="CUDA error 31999"):
+        pytest.importorskip("pgraph.drivers.cuda.native")._launch_failed(31999)
+    told = pytest.importorskip("pgraph.drivers.cuda.counts").lost("it ended", 31999)
+    assert "it ended: CUDA error 31999" in str(told)

@@ -190,17 +190,16 @@ def recipes_of(patch: pytest.MonkeyPatch, way: str, all_sizes: list[Size]) -> tu
     device = Device()
     device.parameters = {n: [4, *[8] * n] for n in range(1, 10)}
     patch.setattr(cuda_exec, "_calls", lambda: device.functions)
-    patch.setattr(cuda_exec, "check", checked)
+    patch.setattr(cuda_exec, "succeeded", succeeded)
     if way == "in Python":
         patch.setattr(cuda_exec.libraries, "load", lambda: None)
     exec = exec_of(all_sizes[0].nodes, all_sizes[0].slots)
     return device, exec, [cuda_exec.CudaRecipe(exec, s.nodes, s.slots, FIRST) for s in all_sizes]
 
 
-def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    if result[0].value:
-        raise DriverError(f"code {result[0].value}")
-    return result[1:]
+def succeeded(code: int) -> None:
+    if code:
+        raise DriverError(f"code {code}")
 
 
 @given(program=programs())

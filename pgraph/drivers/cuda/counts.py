@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda.nodes import status_name
 from pgraph.errors import CaptureError, DriverError
 from pgraph.native import libraries
 from pgraph.native.libraries import address_of
@@ -112,12 +113,13 @@ class NodeCount:
         count = ctypes.c_size_t()
         code: int = _whole()(self._graph, None, ctypes.addressof(count))
         if code:
-            raise lost("the capture was lost", cu.CUresult(code))
+            raise lost("the capture was lost", code)
         return count.value
 
 
-def lost(sentence: str, error: Any) -> CaptureError | DriverError:
+def lost(sentence: str, code: int) -> CaptureError | DriverError:
     """What to raise for a capture that the driver gave up: an op's doing, or want of memory."""
-    if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        return DriverError(f"{sentence}: {error.name}")
-    return CaptureError(Reason("capture-lost", f"{sentence}: {error.name}"))
+    text = f"{sentence}: {status_name(code)}"
+    if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        return DriverError(text)
+    return CaptureError(Reason("capture-lost", text))

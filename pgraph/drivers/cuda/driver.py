@@ -132,7 +132,7 @@ class CudaSession(Session):
         if error != cu.CUresult.CUDA_SUCCESS:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             _clear_last_error()
-            raise lost("the driver ended the capture", error)
+            raise lost("the driver ended the capture", int(error))
         owner = CudaGraph(graph, ())
         self._hidden = self._read_hidden()
         owner.nodes, order = ordered_nodes(graph)

@@ -20,7 +20,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda.graph import CudaGraph
-from pgraph.drivers.cuda.nodes import KernelParams, check
+from pgraph.drivers.cuda.nodes import KernelParams, check, succeeded
 from pgraph.drivers.execs import Exec, Recipe
 from pgraph.errors import DriverError
 from pgraph.native import libraries
@@ -174,7 +174,7 @@ class CudaExec(Exec):
         if code:
             self.state.held = 0
             self._contents = [None] * len(self._contents)
-            check((cu.CUresult(code),))
+            succeeded(code)
         if self._contents:
             self._contents[position] = content
 
@@ -184,7 +184,7 @@ class CudaExec(Exec):
         Raises:
             DriverError: it was refused.
         """
-        check((cu.CUresult(_calls()[0][3](self.state.exec, stream)),))
+        succeeded(_calls()[0][3](self.state.exec, stream))
 
     def __del__(self) -> None:
         if sys.is_finalizing():
@@ -248,7 +248,7 @@ class CudaRecipe(Recipe):
                 return self._launch_in_python(addresses, stream)
         code: int = self._library.pg_launch(ctypes.addressof(self._entry), stream, addresses.buffer_info()[0])
         if code < 0:
-            check((cu.CUresult(-code),))
+            succeeded(-code)
         return code
 
     def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:

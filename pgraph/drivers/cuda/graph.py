@@ -12,7 +12,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import snapshot
-from pgraph.drivers.cuda.nodes import check, node_reason
+from pgraph.drivers.cuda.nodes import check, node_reason, status_name
 from pgraph.errors import CaptureError
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
@@ -99,7 +99,7 @@ class CudaGraph:
                 words[_FILL_TO] = address
                 code = _setters()[1](int(node), ctypes.addressof(words))
             if code:
-                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({cu.CUresult(code).name})"
+                what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({status_name(code)})"
                 raise CaptureError(node_reason(what))
 
     def cut(self, chunks: Sequence[tuple[int, int]]) -> None:

@@ -7,10 +7,9 @@ import logging
 import pathlib
 
 import torch
-from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import workspaces
-from pgraph.drivers.cuda.nodes import check
+from pgraph.drivers.cuda.nodes import succeeded
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.native.libraries import address_of
 
@@ -45,4 +44,4 @@ def native_calls(index: int) -> NativeCalls | None:
 
 
 def _launch_failed(code: int) -> None:
-    check((cu.CUresult(code),))
+    succeeded(code)

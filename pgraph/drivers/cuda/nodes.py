@@ -25,7 +25,7 @@ from pgraph.native.structs import NodeReaders, ReadNode
 from pgraph.reasons import Reason
 from pgraph.template.recording import NodeRecord
 
-__all__ = ["KernelParams", "check", "node_reason", "read_node", "read_nodes", "succeeded"]
+__all__ = ["KernelParams", "check", "node_reason", "read_node", "read_nodes", "status_name", "succeeded"]
 
 _MEMCPY_BYTES = 200  # sizeof(CUDA_MEMCPY3D_v2)
 _MEMSET_BYTES = 40  # sizeof(CUDA_MEMSET_NODE_PARAMS_v1)
@@ -82,9 +82,7 @@ def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
         DriverError: the status is not success.
     """
     error, *values = result
-    if error != cu.CUresult.CUDA_SUCCESS:
-        _, text = cu.cuGetErrorString(error)
-        raise DriverError(f"{error.name}: {text.decode() if text else 'no description'}")
+    succeeded(int(error))
     return tuple(values)
 
 
@@ -94,8 +92,20 @@ def succeeded(code: int) -> None:
     Raises:
         DriverError: it is not success.
     """
-    if code:
-        check((cu.CUresult(code),))
+    if not code:
+        return
+    text = cu.cuGetErrorString(cu.CUresult(code))[1] if code in _statuses() else None
+    raise DriverError(f"{status_name(code)}: {text.decode() if text else 'no description'}")
+
+
+def status_name(code: int) -> str:
+    """As in the driver's header; the number alone where the driver is newer than NVIDIA's bindings."""
+    return cu.CUresult(code).name if code in _statuses() else f"CUDA error {code}"
+
+
+@functools.cache
+def _statuses() -> frozenset[int]:
+    return frozenset(map(int, cu.CUresult))
 
 
 def read_nodes(nodes: Sequence[int], with_kept: bool = True) -> tuple[NodeRecord, ...]:
