@@ -331,6 +331,31 @@ def test_numbers_that_a_library_returns() -> None:
     assert (made(), computer().reason) == ((6, 2), None)
 
 
+_library.define("halve(Tensor(a!) x) -> ()")
+
+
+def _halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+_library.impl("halve", _halve, "CPU")
+_library.impl("halve", lambda x: None, "Meta")
+
+
+def test_a_library_that_returns_nothing() -> None:
+    """It writes into what it is given, as those do that keep keys and values."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        torch.ops.pgraph_computed.halve(y)
+        torch.ops.pgraph_computed.halve(y[1:])
+        return y @ w
+
+    model = compiled(fn)
+    call(model, (*WARM, 17, 6, 17), fn)
+    assert (made(), computer().reason) == ((6, 2), None)
+
+
 def test_lengths_that_are_rounded_by_way_of_a_fraction() -> None:
     """As attention of some kinds does for its statistics."""
 
