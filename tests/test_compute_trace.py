@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,7 @@ def script_of(body: str, *arguments: Any) -> Script:
     """The script of a function of the list `args` in a module like those that Inductor generates."""
     refuse = Kernel().run
     module: dict[str, Any] = {
+        "math": math,
         "torch": torch,
         "aten": torch.ops.aten,
         "extern_kernels": extern_kernels,
@@ -127,6 +129,29 @@ def test_views_of_views_add_up_and_hold_the_memory() -> None:
     assert (run.number, last.number) == (0, 1)
 
 
+def test_sizes_that_only_an_input_tells() -> None:
+    script = script_of(
+        """
+        n, x = args
+        args.clear()
+        x_size = x.size()
+        m = x_size[1]
+        step = x.stride()[0]
+        y = empty_strided_cuda((n, math.trunc(0.7*torch.sym_float(m))), (step, 1), torch.float32)
+        z = empty_strided_cuda((math.floor(torch._sym_sqrt(torch.sym_float(m))), ), (1, ), torch.float32)
+        w = empty_strided_cuda((math.trunc(torch.sym_float(5)), ), (1, ), torch.float32)
+        return (y, z, w)
+        """,
+        6,
+        torch.ones(6, 20),
+    )
+    makes = [event for event in script.events if isinstance(event, Make)]
+    values = script.tape.replay([7, torch.ones(7, 40)[:, :30]])
+    assert values is not None
+    assert [tuple(values[i] for i in make.size) for make in makes] == [(7, 21), (5,), (5,)]
+    assert values[makes[0].stride[0]] == 40
+
+
 def test_results_that_are_one_object() -> None:
     script = script_of(
         "y = empty_strided_cuda((2, ), (1, ), torch.float32)\nreturn (args[1], y, y)", 3, torch.ones(1)
@@ -140,6 +165,10 @@ def test_results_that_are_one_object() -> None:
     [
         ("args[1].zero_()\nreturn ()", "asks a tensor for its zero_"),
         ("return (args[1].item(), )", "asks a tensor for its item"),
+        (
+            "y = empty_strided_cuda((2, ), (1, ), torch.float32)\nreturn (y.size()[0], )",
+            "tensor for its size",
+        ),
         ("return (torch.ops.aten.select.int(args[1], 0, 1), )", "returns a view"),
         ("return torch.ops.aten.split.Tensor(args[1], 2)", "returns"),
         ("return (torch.ops.aten.add(args[1], args[1]), )", "which overload"),

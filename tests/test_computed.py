@@ -331,6 +331,31 @@ def test_numbers_that_a_library_returns() -> None:
     assert (made(), computer().reason) == ((6, 2), None)
 
 
+_library.define("halve(Tensor(a!) x) -> ()")
+
+
+def _halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+_library.impl("halve", _halve, "CPU")
+_library.impl("halve", lambda x: None, "Meta")
+
+
+def test_a_library_that_returns_nothing() -> None:
+    """It writes into what it is given, as those do that keep keys and values."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        torch.ops.pgraph_computed.halve(y)
+        torch.ops.pgraph_computed.halve(y[1:])
+        return y @ w
+
+    model = compiled(fn)
+    call(model, (*WARM, 17, 6, 17), fn)
+    assert (made(), computer().reason) == ((6, 2), None)
+
+
 def test_lengths_that_are_rounded_by_way_of_a_fraction() -> None:
     """As attention of some kinds does for its statistics."""
 
@@ -340,6 +365,36 @@ def test_lengths_that_are_rounded_by_way_of_a_fraction() -> None:
     model = compiled(fn)
     call(model, (*WARM, 17, 6, 17), fn)
     assert (made(), computer().reason) == ((6, 2), None)
+
+
+def test_lengths_that_are_a_share_or_a_root() -> None:
+    """As those of images that are scaled by a fraction."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        n = x.shape[0]
+        return x[: int(n * 0.7)] @ w, w.sum().expand(int(math.sqrt(n)) + 2) + 1
+
+    model = compiled(fn)
+    call(model, (*WARM, 17, 6, 17), fn)
+    assert (made(), computer().reason) == ((6, 2), None)
+
+
+def test_sizes_that_no_number_tells() -> None:
+    """After a graph break, one size may be two symbols, and the code reads the second one from an input."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        torch._dynamo.graph_break()
+        return (y @ w).softmax(-1)
+
+    model = compiled(fn)
+    for n in (*WARM, 17, 6, 17):
+        x = torch.randn(n, 8, dtype=W.dtype, requires_grad=True)
+        mine, theirs = (f(x, W) for f in (model, fn))
+        same(mine, theirs, rtol=1e-4, atol=1e-5)
+        same(*(torch.autograd.grad(y.square().sum(), x) for y in (mine, theirs)), rtol=1e-4, atol=1e-5)
+    assert all(p._cache.shelf.computer.reason is None for p in registry.live_capturable())
+    assert made() == (24, 8)
 
 
 def test_what_misaligned_inputs_need_is_captured() -> None:

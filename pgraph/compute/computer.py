@@ -144,8 +144,8 @@ class Computer:
             self._give_up(f"a computed recording is not the captured one: {told}")
             return
         self._compared += 1
-        for position, seen in zip(self._script.tape.arguments, self._seen, strict=True):
-            seen.add(inputs[position])
+        for source, seen in zip(self._script.tape.arguments, self._seen, strict=True):
+            seen.add(source.of(inputs))
         self._aligned.add(tuple(alignments))
 
     def _give_up(self, reason: str) -> None:
@@ -158,7 +158,7 @@ class Computer:
         if self._compared < _ENOUGH or self._script is None or tuple(alignments) not in self._aligned:
             return False
         pairs = zip(self._script.tape.arguments, self._seen, strict=True)
-        return all(inputs[position] in seen or len(seen) >= _ENOUGH for position, seen in pairs)
+        return all(source.of(inputs) in seen or len(seen) >= _ENOUGH for source, seen in pairs)
 
     def _node(self, position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
         sample = self._samples.get(event.number)

@@ -68,7 +68,7 @@ def _same_kind(script: Script, arguments: Sequence[Any]) -> None:
     kept = ((i, value, arguments[i]) for i, value in script.constants)
     # By their texts: 0.0 and -0.0 are equal, and nan is not.
     others = [i for i, was, now in kept if type(now) is not type(was) or repr(now) != repr(was)]
-    others += [i for i in script.tape.arguments if type(arguments[i]) is not int]
+    others += [s.position for s in script.tape.arguments if type(s.of(arguments)) is not int]
     if others:
         raise NotComputableError(f"argument {min(others)} is not what the generated code was followed with")
 

@@ -73,7 +73,10 @@ class LibraryCall:
         given = [tensors[next(at)] if isinstance(a, Operand) else _value(a) for a in self.arguments]
         args, options = tree_unflatten(given, self.event.spec)
         known = {id(value) for value in given if isinstance(value, torch.Tensor)}
-        return [r for r in tree_flatten(self.event.function(*args, **options))[0] if id(r) not in known]
+        made = self.event.function(*args, **options)
+        if made is None and not self.event.results:  # all that it does is to write; None counts as a leaf
+            return []
+        return [result for result in tree_flatten(made)[0] if id(result) not in known]
 
 
 class Sites:

@@ -5,6 +5,7 @@ Pure logic: numbers in, numbers out; no torch, no CUDA.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Final, NoReturn, Self
 
 from pgraph.compute.errors import NotComputableError
 
-__all__ = ["Number", "Real", "Tape"]
+__all__ = ["Number", "Real", "Source", "Tape"]
 
 _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "+": operator.add,
@@ -23,7 +24,9 @@ _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "**": operator.pow,
     "/": operator.truediv,
 }
-_ROUNDINGS: Final[dict[str, Callable[[Any], Any]]] = {
+_FUNCTIONS: Final[dict[str, Callable[[Any], Any]]] = {
+    "float": float,
+    "sqrt": math.sqrt,
     "floor": math.floor,
     "ceil": math.ceil,
     "trunc": math.trunc,
@@ -37,6 +40,26 @@ _RELATIONS: Final[dict[str, Callable[[Any, Any], bool]]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where the arguments of some code tell a number.
+
+    Args:
+        position: among the arguments.
+        method: of the tensor there, which gives the number; None if the argument is the number itself.
+        dim: that the method is given.
+    """
+
+    position: int
+    method: str | None = None
+    dim: int = 0
+
+    def of(self, arguments: Sequence[Any]) -> Any:
+        """The number."""
+        argument = arguments[self.position]
+        return argument if self.method is None else getattr(argument, self.method)(self.dim)
 
 
 class Tape:
@@ -53,13 +76,15 @@ class Tape:
         self._values: list[Any] = []
         self._places: dict[tuple[str, Any, int], int] = {}
         self._guards: dict[tuple[str, int, int], bool] = {}
-        self.arguments: list[int] = []
-        """Positions among the code's arguments of those that are numbers, as they were first given."""
+        self.arguments: list[Source] = []
+        """Of the numbers that the code was given, in the order in which it was."""
 
-    def argument(self, position: int, value: int) -> Number:
-        """An argument of the code."""
-        self.arguments.append(position)
-        return Number(self, self._place(("argument", position, 0), value))
+    def argument(self, source: Source, value: int) -> Number:
+        """A number that the code is given."""
+        row = ("argument", source, 0)
+        if row not in self._places:
+            self.arguments.append(source)
+        return Number(self, self._place(row, value))
 
     def index(self, value: Any) -> int:
         """Where a number stands on the tape.
@@ -86,9 +111,9 @@ class Tape:
         left, right = self._operand(a), self._operand(b)
         return self._made((sign, left, right), _OPERATIONS[sign](self._values[left], self._values[right]))
 
-    def rounded(self, how: str, number: Real) -> Number | Real:
-        """A whole number made of one that may be none."""
-        return self._made((how, number.place, 0), _ROUNDINGS[how](self._values[number.place]))
+    def applied(self, function: str, number: Number | Real) -> Number | Real:
+        """A number made of one: rounded, as a fraction, its root."""
+        return self._made((function, number.place, 0), _FUNCTIONS[function](self._values[number.place]))
 
     def compare(self, sign: str, a: Any, b: Any) -> bool:
         """The answer, which every replay must give."""
@@ -103,13 +128,13 @@ class Tape:
         try:
             for sign, a, b in self._rows:
                 if sign == "argument":
-                    values.append(arguments[a])
+                    values.append(a.of(arguments))
                 elif sign == "constant":
                     values.append(a)
                 elif sign == "real":
                     values.append(float.fromhex(a))
-                elif sign in _ROUNDINGS:
-                    values.append(_ROUNDINGS[sign](values[a]))
+                elif sign in _FUNCTIONS:
+                    values.append(_FUNCTIONS[sign](values[a]))
                 else:
                     values.append(_OPERATIONS[sign](values[a], values[b]))
         except (ArithmeticError, ValueError):
@@ -216,13 +241,13 @@ class Real(_Taped):
     __slots__ = ()
 
     def __floor__(self) -> Number | Real:
-        return self.tape.rounded("floor", self)
+        return self.tape.applied("floor", self)
 
     def __ceil__(self) -> Number | Real:
-        return self.tape.rounded("ceil", self)
+        return self.tape.applied("ceil", self)
 
     def __trunc__(self) -> Number | Real:
-        return self.tape.rounded("trunc", self)
+        return self.tape.applied("trunc", self)
 
     def __round__(self, digits: None = None) -> Any:  # type: ignore[override]
-        return self.tape.rounded("round", self) if digits is None else self._lost()
+        return self.tape.applied("round", self) if digits is None else self._lost()

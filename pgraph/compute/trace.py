@@ -22,6 +22,7 @@ something that has no stand-in, sizes go on being captured.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
-from pgraph.compute.tape import Number, Real, Tape
+from pgraph.compute.tape import Number, Real, Source, Tape
 
 __all__ = ["traced"]
 
@@ -41,6 +42,9 @@ _PLAIN: Final = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+_OF_ONE_NUMBER: Final = {"sym_float": "float", "_sym_sqrt": "sqrt"}
+"""Functions of torch in which generated code computes sizes, as the tape names them."""
 
 
 class _Stand:
@@ -57,6 +61,27 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         raise NotComputableError(f"the generated code asks a tensor for its {name}")
+
+
+class _Input(_Stand):
+    """In the place of a tensor that the code is given. It tells sizes that no argument is."""
+
+    __slots__ = ("_layout", "_position")
+
+    def __init__(self, trace: _Trace, position: int, tensor: torch.Tensor) -> None:
+        super().__init__(trace, Place(trace.memory()), tensor.dtype)
+        self._position = position
+        self._layout = {"size": tuple(tensor.size()), "stride": tuple(tensor.stride())}
+
+    def size(self) -> tuple[Number, ...]:
+        return self._numbers("size")
+
+    def stride(self) -> tuple[Number, ...]:
+        return self._numbers("stride")
+
+    def _numbers(self, method: str) -> tuple[Number, ...]:
+        tape, told = self.trace.tape, self._layout[method]
+        return tuple(tape.argument(Source(self._position, method, dim), n) for dim, n in enumerate(told))
 
 
 class _Elsewhere:
@@ -91,6 +116,10 @@ class _Trace:
         self.held[memory] -= 1
         if not self.held[memory] and self.open:
             self.events.append(Drop(memory))
+
+    def applied(self, name: str, function: Callable[[Any], Any], number: Any) -> Any:
+        """What a function makes of one number."""
+        return self.tape.applied(name, number) if isinstance(number, Number | Real) else function(number)
 
     def numbers(self, values: Sequence[Any]) -> tuple[int, ...]:
         return tuple(map(self.tape.index, values))
@@ -199,6 +228,8 @@ class _Names:
         real = getattr(self._real, name)
         if real is torch.cuda._DeviceGuard or real is torch.cuda.set_device:
             return lambda *_: contextlib.nullcontext()
+        if self._real is torch and name in _OF_ONE_NUMBER:
+            return functools.partial(self._trace.applied, _OF_ONE_NUMBER[name], real)
         if isinstance(real, _PLAIN):
             return real
         return (_Function if callable(real) else _Names)(self._trace, real)
@@ -237,9 +268,9 @@ def traced(
     constants: list[tuple[int, Any]] = []
     for i, value in enumerate(arguments):
         if i in inputs:
-            given.append(_Stand(trace, Place(trace.memory()), value.dtype))
+            given.append(_Input(trace, i, value))
         elif type(value) is int:
-            given.append(trace.tape.argument(i, value))
+            given.append(trace.tape.argument(Source(i), value))
         elif isinstance(value, torch.Tensor):
             given.append(_Elsewhere(i))
         else:
