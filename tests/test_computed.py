@@ -83,6 +83,18 @@ def test_new_sizes_are_launched_at_once() -> None:
     assert "8 captures, 4 of them computed," in str(after)
 
 
+def test_nobody_is_warned_of_sizes_that_will_be_computed(caplog: pytest.LogCaptureFixture) -> None:
+    """Only where each is captured: there captures pile up."""
+    with caplog.at_level(logging.INFO, logger="pgraph"):
+        call(compiled(), (*WARM, 17, 6))
+        again = [r for r in caplog.records if "captured again" in r.getMessage()]
+        assert [r.levelno for r in again] == [logging.INFO] * 3
+        caplog.clear()
+        call(compiled(compute_sizes="off"), (*WARM, 17))
+    again = [r for r in caplog.records if "captured again" in r.getMessage()]
+    assert [r.levelno for r in again][:2] == [logging.WARNING, logging.INFO]
+
+
 def test_off_and_check_capture_all() -> None:
     for choice in ("off", "check"):
         torch._dynamo.reset()

@@ -229,9 +229,9 @@ class Admission:
 
     def _made(self, specialization: Specialization, args: Sequence[Any], program: Program) -> None:
         self._cache.add(specialization, program)
-        if self._cache.shelf.computer is not None:
-            self._stats.met.obstacle = self._cache.shelf.computer.reason
-        built = program.built
+        computer, built = self._cache.shelf.computer, program.built
+        if computer is not None:
+            self._stats.met.obstacle = computer.reason
         log.info(
             "%s %s in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
             self._stats.name,
@@ -242,7 +242,8 @@ class Admission:
             self._stats.captures,
             self._stats.capture_s * 1e3,
         )
-        self._sizes.captured(args)
+        if not built.computed:
+            self._sizes.captured(args, computable=computer is not None and computer.reason is None)
         trimming.captured(self._stats.name, self._driver)
         progress.captured()
 

@@ -112,21 +112,25 @@ class Sizes:
         """
         return Reason("too-many-sizes", f"more sizes or layouts take turns than option {limit} lets in")
 
-    def captured(self, args: Sequence[Any]) -> None:
-        """Note the sizes of a capture; say once that another one was made because of them."""
+    def captured(self, args: Sequence[Any], *, computable: bool) -> None:
+        """Note the sizes of a capture; say once that another one was made because of them.
+
+        Args:
+            computable: further sizes may be computed, so that captures need not pile up.
+        """
         values = self.of(args)
         before, self._last = self._last, values
         if before is None or before == values:
             return
         log.log(
-            logging.INFO if self._varying or self.listed else logging.WARNING,
+            logging.INFO if self._varying or self.listed or computable else logging.WARNING,
             "%s was captured again because %s. Each set of sizes needs a recording of its own%s. Fix: pad to "
             "a few sizes, or list the ones worth a capture in option capture_sizes",
             self._name,
             self._changes(before, values),
             f" (at most {self._limit} are kept)" if self._limit is not None else "",
         )
-        self._varying = True
+        self._varying |= not computable
 
     def _changes(self, before: tuple[int, ...], now: tuple[int, ...]) -> str:
         """What differs, in the user's words; empty if no size does."""
