@@ -107,6 +107,25 @@ def test_what_is_compiled() -> None:
     assert compat.is_compiled(module)
 
 
+def test_sizes_that_were_marked_unbacked() -> None:
+    """They are told from sizes that data tells."""
+
+    def told(gm: torch.fx.GraphModule) -> tuple[set[str], set[str]]:
+        values = [node.meta.get("example_value") for node in gm.graph.nodes]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        marked = {str(symbol) for value in tensors for symbol in compat.marked_unbacked(value)}
+        return marked, {str(size) for value in tensors for size in value.size() if type(size) is not int}
+
+    x = torch.ones(3, 5)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    ((marked, sizes),) = heard_by(lambda x: x + 1, x, look=told)
+    assert marked == sizes == {"u0"}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ((marked, sizes),) = heard_by(lambda x: x.nonzero() + 1, torch.ones(3), look=told)
+    assert (marked, "u0" in sizes) == (set(), True)
+    assert compat.marked_unbacked(3) == frozenset()
+
+
 def test_where_a_symbol_comes_from() -> None:
     def sources(gm: torch.fx.GraphModule) -> list[str | None]:
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]

@@ -17,6 +17,7 @@ __all__ = [
     "graph_break",
     "hearing_graph_breaks",
     "is_compiled",
+    "marked_unbacked",
     "plain_symbol",
     "symbol_source",
     "trace",
@@ -113,6 +114,15 @@ def symbol_source(size: torch.SymInt) -> str | None:
         return None
     name = source.name
     return str(name() if callable(name) else name)
+
+
+def marked_unbacked(value: Any) -> frozenset[Any]:
+    """The symbols of inputs' sizes that a user marked unbacked (`mark_unbacked`) in the trace that has this
+    value; 2.13, and in the sources of 2.11.
+    """
+    holder = value.node if isinstance(value, torch.SymInt) else getattr(value, "fake_mode", None)
+    env = getattr(holder, "shape_env", None)
+    return frozenset(getattr(env, "unbacked_inputs", ()))
 
 
 def traced_function() -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from pgraph.compat import marked_unbacked
 from pgraph.ops import op_names
 from pgraph.ops.fx import (
     METADATA_OPS,
@@ -73,11 +74,18 @@ def dynamic_shape(node: Node, device_type: str) -> Reason | None:
 def unbacked_size(node: Node, device_type: str) -> Reason | None:
     # A size known only after a kernel has run cannot choose a recording before it runs.
     found: set[Any] = set(node.meta.get("unbacked_bindings") or ())
+    marked: set[Any] = set()
     for _, value in touched_values(node):
         found |= unbacked(value)
+        marked |= marked_unbacked(value)
     if not found:
         return None
     names = ", ".join(sorted(map(str, found)))
+    if found <= marked:
+        sentence = f"{op_name(op_of(node))} uses {names}, a size of an input that was marked unbacked"
+        return why(
+            node, "unbacked-size", sentence, "torch._dynamo.mark_dynamic in the place of mark_unbacked"
+        )
     sentence = f"{op_name(op_of(node))} uses {names}, a number known only after a kernel has run"
     return why(node, "unbacked-size", sentence)
 
