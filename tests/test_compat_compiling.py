@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import threading
 import types
 import weakref
 from typing import Any
@@ -113,6 +114,45 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- AOTAutograd
+
+
+class Impatient:
+    """A lock that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        assert self.lock.acquire(blocking=False), "this would wait for ever"
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_who_hears_of_compilations_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward in a function that Dynamo skips is compiled with Dynamo at work, and a lock held; 2.13."""
+    handler = torch._dynamo.callback.callback_handler
+    lock = "_CompilationCallbackHandler__pending_callbacks_counter_lock"
+    assert isinstance(getattr(handler, lock), type(threading.Lock()))
+    monkeypatch.setattr(handler, lock, Impatient())
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    monkeypatch.setattr(handler, "end_callbacks", [])
+    monkeypatch.setattr(handler, "clear", type(handler).clear.__get__(handler))
+    monkeypatch.setattr(logger, "handlers", [])
+    ended: list[compat.Compilation] = []
+    compat.hear_compilations(ended.append, ended.append, lambda: None)
+    weight = torch.ones(3, requires_grad=True)
+
+    def loss() -> Tensor:
+        return (weight * 2).sum()
+
+    def step() -> None:
+        for _ in range(2):
+            loss().backward()
+            torch._dynamo.graph_break()
+
+    torch.compile(step, backend="aot_eager")()
+    assert "loss" in {one.name.split(".")[-1] for one in ended}
 
 
 def test_detect_fake_mode() -> None:

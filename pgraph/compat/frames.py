@@ -72,6 +72,9 @@ def hear_compilations(
     """
     handler: Any = callback.callback_handler
 
+    # A backward is compiled when it first runs, and then Dynamo looks at what its callbacks call: it would
+    # compile this one, and wait for ever for a lock that its caller holds.
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def on_end(args: Any) -> None:
         if args.callback_trigger is not callback.CallbackTrigger.DYNAMO:
             return
