@@ -116,6 +116,43 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- AOTAutograd
 
 
+@pytest.mark.parametrize("how", ["module", "of torch", "method", "closure", "global", "compiled", "argument"])
+def test_the_module_with_a_parameter(how: str) -> None:
+    """Of the function that is being compiled, or used by it; 2.13."""
+    model: Any = torch.nn.Linear(2, 2) if how == "of torch" else Doubling()
+    found = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        (parameter, *_) = (x for x in inputs if isinstance(x, torch.nn.Parameter))
+        found.append(compat.module_with(parameter))
+        assert compat.module_with(torch.nn.Parameter(torch.ones(2))) is None
+        return gm
+
+    def uses(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def takes(x: Tensor, module: Any = model) -> Tensor:
+        return module(x)
+
+    inner = torch.compile(model, backend="eager") if how == "compiled" else model
+    named: dict[str, Any] = {"model": model}
+    exec("def fn(x): return model(x)", named)
+    fns = {"method": model.forward, "global": named["fn"], "argument": takes}
+    fn = fns.get(how, model if how in ("module", "of torch") else uses)
+    torch.compile(fn, backend=backend)(torch.ones(2, 2))
+    assert found == [model]
+    assert compat.module_with(next(model.parameters())) is None  # nothing is being compiled
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Impatient:
     """A lock that nobody waits for."""
 

@@ -288,6 +288,16 @@ def test_models_that_are_gone_are_told_apart() -> None:
     assert pgraph.report().dead == ()
 
 
+def test_a_parameter_can_be_swapped() -> None:
+    """As `Module.to` does where a parameter is of a type of its own: it must have no weak reference."""
+    model = Layer(0)
+    compiled = host(model)
+    for _ in range(3):
+        compiled(torch.randn(2, 4)).sum().backward()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.full((4,), 2.0)))
+    assert compiled(torch.ones(2, 4)).tolist() == [[2.0] * 4] * 2
+
+
 def test_a_reset_takes_the_counts_of_what_it_frees() -> None:
     compiled = host(MLP())
     for _ in range(3):

@@ -39,7 +39,7 @@ from pgraph.compat.dynamo import (
     trace,
     traced_function,
 )
-from pgraph.compat.frames import Compilation, hear_compilations, known_backends
+from pgraph.compat.frames import Compilation, hear_compilations, known_backends, module_with
 from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
@@ -112,6 +112,7 @@ __all__ = [
     "launcher_of",
     "lazily",
     "library_settings",
+    "module_with",
     "output_strides",
     "own_output_strides",
     "packed_by_others",
