@@ -140,3 +140,35 @@ def test_parts_of_one_tensor_that_itself_is_not_handed_on() -> None:
     """The second is a view of the first, and begins later in their storage by both starts together."""
     crosses(tails, lambda: (torch.randn(12), torch.randn(3)))
     assert any(spec.view_of is not None for spec in results_of_parts()), "no view of a result was handed on"
+
+
+# -- one version counter -------------------------------------------------------------------------
+
+
+def transposed(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w.t()).tanh()
+
+
+def conjugated(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.complex(x, x) * w.conj()).imag
+
+
+@pytest.mark.parametrize(("fn", "dtype"), [(transposed, torch.float32), (conjugated, torch.complex64)])
+def test_a_view_of_an_argument_that_was_written_into_since_is_refused(fn: Any, dtype: torch.dtype) -> None:
+    """Its backward would compute with numbers of another forward; eager says so at each call."""
+    compiled = host(fn)
+    for call in range(5):
+        w = torch.randn(5, 4, dtype=dtype)[1:].detach().requires_grad_()
+        x = torch.randn(4, 4, requires_grad=True)
+        fine = call % 2 == 0
+        for f in (fn, compiled):
+            out = f(w, x).sum()
+            if fine:
+                out.backward()
+                continue
+            with torch.no_grad():
+                w.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward()
+    assert pgraph.report().launches
+    assert any(spec.counted for spec in results_of_parts()), "no view of an argument was saved"

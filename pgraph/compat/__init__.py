@@ -59,6 +59,7 @@ from pgraph.compat.settings import library_settings
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
+    counter_of,
     forget_storage,
     lazily,
     real_values,
@@ -89,6 +90,7 @@ __all__ = [
     "compile_graph",
     "compile_model",
     "compiling_again",
+    "counter_of",
     "donated_inputs",
     "donating",
     "eager_backward",

@@ -203,7 +203,7 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
     if spec.input is not None:
         if spec.layout is None:
             return Result(Source.INPUT, spec.input)
-        return Result(Source.INPUT, spec.input, make=view, args=(spec.layout, 0))
+        return Result(Source.INPUT, spec.input, make=counted if spec.counted else view, args=(spec.layout, 0))
     if spec.same is not None:
         return Result(Source.RESULT, spec.same)
     assert spec.layout is not None
@@ -236,6 +236,16 @@ def _within(built: Built, spec: OutputSpec) -> int | None:
     if lazy or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
         return None
     return start // owner.dtype.itemsize
+
+
+def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+    """`view`, with the version counter of its owner wherever a plain view can be had."""
+    start = offset + layout.offset
+    lazy = owner.is_conj() or owner.is_neg()
+    if lazy or owner.dtype != layout.dtype or start % layout.dtype.itemsize:
+        return view(owner, layout, offset)
+    first = owner.storage_offset() + start // layout.dtype.itemsize
+    return lazily(torch.as_strided(owner, layout.size, layout.stride, first), layout.conj, layout.neg)
 
 
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
