@@ -83,8 +83,12 @@ def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[Part
         if context.driver is None:
             judged[node] = None if is_neutral(node) else choice.NOT_ON_A_DEVICE
         else:
-            as_cuda = choice.preview is not None
-            judged[node] = refusal(node, device_type=context.driver.device.type, as_cuda=as_cuda)
+            judged[node] = refusal(
+                node,
+                device_type=context.driver.device.type,
+                as_cuda=choice.preview is not None,
+                by_inductor=context.by_inductor,
+            )
         return judged[node]
 
     min_ops = context.options.min_ops
