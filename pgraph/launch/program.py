@@ -238,25 +238,31 @@ def _within(built: Built, spec: OutputSpec) -> int | None:
     return start // owner.dtype.itemsize
 
 
-def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
-    """`view`, with the version counter of its owner wherever a plain view can be had."""
-    start = offset + layout.offset
-    lazy = owner.is_conj() or owner.is_neg()
-    if lazy or owner.dtype != layout.dtype or start % layout.dtype.itemsize:
-        return view(owner, layout, offset)
-    first = owner.storage_offset() + start // layout.dtype.itemsize
-    return lazily(torch.as_strided(owner, layout.size, layout.stride, first), layout.conj, layout.neg)
-
-
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     """The tensor of this layout, `offset` bytes plus its own offset after the owner's first byte."""
+    return _view(owner, layout, offset, reinterpret)
+
+
+def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+    """The same with the owner's version counter, if they are of one type."""
+    return _view(owner, layout, offset, _part)
+
+
+def _part(owner: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    return torch.as_strided(owner, size, stride, owner.storage_offset() + offset)
+
+
+def _view(
+    owner: torch.Tensor, layout: TensorSpec, offset: int, make: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     start = offset + layout.offset
     if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:
         same = start == 0 and owner.size() == layout.size and owner.stride() == layout.stride
         if same and (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
             return owner
-        plain = reinterpret(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
-        return lazily(plain, layout.conj, layout.neg)
+        # It has the owner's bits, and each view with a bit turns that one over.
+        part = make(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
+        return lazily(part, layout.conj != part.is_conj(), layout.neg != part.is_neg())
     first = owner.storage_offset() * owner.element_size() + start
     storage = owner.untyped_storage()
     view = torch.empty(0, dtype=layout.dtype, device=owner.device)
