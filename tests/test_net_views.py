@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pgraph
 from pgraph.compat import lazily
-from pgraph.launch.program import counted, view
+from pgraph.launch.views import counted, view
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.template.recording import TensorSpec
 
