@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -216,6 +217,26 @@ def test_ddp_itself_is_not_traced() -> None:
         reason = from_text(text, [(__file__, 3), (contextlib.__file__, 5)])
         assert "DistributedDataParallel(torch.compile(model))" in reason.fix
         assert reason.where == f"{__file__}:3"
+
+
+def test_what_cannot_be_traced_is_none_of_pgraphs_faults() -> None:
+    """Dynamo would have it reported to pgraph."""
+    table = nn.Embedding(20, 6, sparse=True, padding_idx=0)
+    host(lambda tokens: table(tokens))(torch.arange(12)).sum().backward()
+    report = str(pgraph.report())
+    assert re.search(r"aten\.[\w.]+ cannot be traced: .* Fix: .* torch\.compiler\.disable", report), report
+
+
+def test_a_step_that_a_scheduler_counts() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    sgd = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.LinearLR(sgd)
+    host(lambda: sgd.step())()
+    assert "Fix: compile the step by itself: torch.compile(optimizer.step)" in str(pgraph.report())
+    torch._dynamo.reset()
+    host(sgd.step)()
+    assert any(p.facts.safe and not p.dead for p in pgraph.report().partitions)
 
 
 def test_a_break_is_told_once_where_its_place_is_known() -> None:
