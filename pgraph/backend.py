@@ -67,7 +67,9 @@ class Backend:
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
         broken = break_of(gm)
         parameter = next((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), None)
-        model = weakref.ref(parameter) if parameter is not None else lambda: None
+        module = compat.module_with(parameter) if parameter is not None else None
+        model = weakref.ref(module) if module is not None else lambda: None
+        del module
         if not chosen.require_full_capture:
             return _build(gm, example_inputs, chosen, settings, Origin(broken, model))
         try:

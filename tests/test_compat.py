@@ -69,6 +69,20 @@ def test_same_counter() -> None:
         assert not compat.same_counter(y, y)
 
 
+def test_counters() -> None:
+    """They count together, and do not hold the memory."""
+    x = torch.randn(4, dtype=torch.complex64)
+    for tensor in (x, x.real, x.conj(), x.conj().imag, x[1:]):
+        counter = compat.counter_of(tensor)
+        assert compat.same_counter(counter, tensor.view(-1))
+        assert not compat.same_counter(counter, x.clone())
+        assert counter.untyped_storage().nbytes() == 0
+        assert counter._base is None
+    with torch.inference_mode():
+        y = torch.randn(4)
+        assert not compat.same_counter(compat.counter_of(y), y)
+
+
 def test_real_values_in_the_midst_of_tracing() -> None:
     """Numbers are computed, and what is made is neither fake nor for inference only."""
     with FakeTensorMode(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

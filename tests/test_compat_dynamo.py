@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -214,3 +215,79 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     except torch._dynamo.exc.Unsupported:
         torch.compile(times, backend=backend, dynamic=False)(torch.randn(3), 1)
     assert ended[-1].error is None
+
+
+@pytest.mark.parametrize("how", ["module", "of torch", "method", "closure", "global", "compiled", "argument"])
+def test_the_module_with_a_parameter(how: str) -> None:
+    """Of the function that is being compiled, or used by it; 2.13."""
+    model: Any = torch.nn.Linear(2, 2) if how == "of torch" else Doubling()
+    found = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        (parameter, *_) = (x for x in inputs if isinstance(x, torch.nn.Parameter))
+        found.append(compat.module_with(parameter))
+        assert compat.module_with(torch.nn.Parameter(torch.ones(2))) is None
+        return gm
+
+    def uses(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def takes(x: Tensor, module: Any = model) -> Tensor:
+        return module(x)
+
+    inner = torch.compile(model, backend="eager") if how == "compiled" else model
+    named: dict[str, Any] = {"model": model}
+    exec("def fn(x): return model(x)", named)
+    fns = {"method": model.forward, "global": named["fn"], "argument": takes}
+    fn = fns.get(how, model if how in ("module", "of torch") else uses)
+    torch.compile(fn, backend=backend)(torch.ones(2, 2))
+    assert found == [model]
+    assert compat.module_with(next(model.parameters())) is None  # nothing is being compiled
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Impatient:
+    """A lock that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        assert self.lock.acquire(blocking=False), "this would wait for ever"
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_who_hears_of_compilations_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward in a function that Dynamo skips is compiled with Dynamo at work, and a lock held; 2.13."""
+    handler = torch._dynamo.callback.callback_handler
+    lock = "_CompilationCallbackHandler__pending_callbacks_counter_lock"
+    assert isinstance(getattr(handler, lock), type(threading.Lock()))
+    monkeypatch.setattr(handler, lock, Impatient())
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    monkeypatch.setattr(handler, "end_callbacks", [])
+    monkeypatch.setattr(handler, "clear", type(handler).clear.__get__(handler))
+    monkeypatch.setattr(logger, "handlers", [])
+    ended: list[compat.Compilation] = []
+    compat.hear_compilations(ended.append, ended.append, lambda: None)
+    weight = torch.ones(3, requires_grad=True)
+
+    def loss() -> Tensor:
+        return (weight * 2).sum()
+
+    def step() -> None:
+        for _ in range(2):
+            loss().backward()
+            torch._dynamo.graph_break()
+
+    torch.compile(step, backend="aot_eager")()
+    assert "loss" in {one.name.split(".")[-1] for one in ended}

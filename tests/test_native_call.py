@@ -22,7 +22,8 @@ from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
 from pgraph.launch.lookup import Number, numbered
 from pgraph.launch.native import native_launch, native_program
-from pgraph.launch.program import Program, Result, Source, view
+from pgraph.launch.program import Program, Result, Source
+from pgraph.launch.views import view
 from pgraph.native import libraries, structs
 
 

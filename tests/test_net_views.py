@@ -12,7 +12,8 @@ from support import host, launching, same
 from torch import Tensor
 
 import pgraph
-from pgraph.launch.program import view
+from pgraph.compat import lazily
+from pgraph.launch.views import counted, view
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.template.recording import TensorSpec
 
@@ -90,11 +91,30 @@ def test_a_view_has_the_bits_of_its_layout(dtype: torch.dtype, conj: bool, neg: 
         same(got.resolve_conj().resolve_neg(), -want.resolve_conj() if neg else want.resolve_conj())
 
 
-def test_an_owner_is_returned_as_it_is_only_with_the_same_bits() -> None:
+@pytest.mark.parametrize("make", [view, counted])
+@pytest.mark.parametrize("bits", list(itertools.product([False, True], repeat=4)))
+def test_it_has_no_other_bits(make: Any, bits: tuple[bool, ...]) -> None:
+    """Whatever its owner has: a conjugate of a conjugate is a plain tensor."""
+    owner = lazily(torch.randn(6, dtype=torch.complex64), bits[0], bits[1])
+    whole = lazily(plain(owner), bits[2], bits[3])
+    for first in (0, 2):
+        want = whole[first:]
+        got = make(owner, TensorSpec((6 - first,), (1,), owner.dtype, 8 * first, bits[2], bits[3]), 0)
+        assert (got.is_conj(), got.is_neg(), got.data_ptr()) == (bits[2], bits[3], want.data_ptr())
+        same(got.resolve_conj().resolve_neg(), want.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("make", [view, counted])
+def test_an_owner_is_returned_as_it_is_only_with_the_same_bits(make: Any) -> None:
     owner = torch.randn(8)
-    assert view(owner, TensorSpec((8,), (1,), torch.float32, 0), 0) is owner
-    negative = view(owner, TensorSpec((8,), (1,), torch.float32, 0, neg=True), 0)
+    assert make(owner, TensorSpec((8,), (1,), torch.float32, 0), 0) is owner
+    negative = make(owner, TensorSpec((8,), (1,), torch.float32, 0, neg=True), 0)
     same(negative.resolve_neg(), -owner)
+
+
+def plain(lazy: Tensor) -> Tensor:
+    """The tensor in the same memory without bits."""
+    return torch.empty(0, dtype=lazy.dtype).set_(lazy.untyped_storage())
 
 
 def negative_whole(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -125,6 +145,27 @@ def test_a_negative_view_crosses_from_part_to_part(fn: Callable[..., Any]) -> No
     )
 
 
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_a_conjugate_of_a_conjugate_is_plain(codegen: str, inductor_cache: object) -> None:
+    """A backward begins with a part that only takes back the conjugation of what was saved."""
+    mark_unsafe("aten::mul", "cuts the graph of a test", "none")
+
+    def fn(x: Tensor) -> Tensor:
+        return x.conj() * x
+
+    try:
+        compiled = host(fn, codegen)
+        for _ in range(4):
+            ours = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
+            theirs = ours.detach().clone().requires_grad_()
+            compiled(ours).abs().square().sum().backward()
+            fn(theirs).abs().square().sum().backward()
+            same(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    finally:
+        unmark_unsafe("aten::mul")
+    assert pgraph.report().launches
+
+
 # -- parts of one result -------------------------------------------------------------------------
 
 
@@ -140,3 +181,35 @@ def test_parts_of_one_tensor_that_itself_is_not_handed_on() -> None:
     """The second is a view of the first, and begins later in their storage by both starts together."""
     crosses(tails, lambda: (torch.randn(12), torch.randn(3)))
     assert any(spec.view_of is not None for spec in results_of_parts()), "no view of a result was handed on"
+
+
+# -- one version counter -------------------------------------------------------------------------
+
+
+def transposed(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w.t()).tanh()
+
+
+def conjugated(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.complex(x, x) * w.conj()).imag
+
+
+@pytest.mark.parametrize(("fn", "dtype"), [(transposed, torch.float32), (conjugated, torch.complex64)])
+def test_a_view_of_an_argument_that_was_written_into_since_is_refused(fn: Any, dtype: torch.dtype) -> None:
+    """Its backward would compute with numbers of another forward; eager says so at each call."""
+    compiled = host(fn)
+    for call in range(5):
+        w = torch.randn(5, 4, dtype=dtype)[1:].detach().requires_grad_()
+        x = torch.randn(4, 4, requires_grad=True)
+        fine = call % 2 == 0
+        for f in (fn, compiled):
+            out = f(w, x).sum()
+            if fine:
+                out.backward()
+                continue
+            with torch.no_grad():
+                w.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward()
+    assert pgraph.report().launches
+    assert any(spec.counted for spec in results_of_parts()), "no view of an argument was saved"

@@ -12,9 +12,12 @@ import torch
 from torch.fx import Node
 
 import torch._inductor.inductor_prims  # isort: skip  # registers prims.inductor_*
+from support import host, launching, same
 from support_rules import CPU, CUDA, Bench, Case, grouped, index, plain, relu
 from table_rules import CASES
+from torch._higher_order_ops.out_dtype import out_dtype
 
+import pgraph
 from pgraph.errors import OptionError
 from pgraph.ops import op_rules
 from pgraph.ops.fx import is_neutral, user_line
@@ -99,6 +102,23 @@ def test_random_ops_when_the_launcher_moves_the_generator():
     node = bench.call(aten.rand.default, [4], device=CUDA)
     assert refusal(node, device_type="cuda", rng_is_safe=True) is None
     assert refusal(node, device_type="cuda").code == "rng"
+
+
+def test_higher_order_ops_are_for_inductor() -> None:
+    """A capture of ATen code cannot watch them: they stay outside, the rest of their part does not."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return out_dtype(aten.mm.default, torch.int32, a, b).sin() + 1
+
+    a, b = (torch.ones(3, 3, dtype=torch.int8) for _ in range(2))
+    compiled = host(fn)
+    with launching(2):
+        for _ in range(3):
+            same(compiled(a, b), fn(a, b))
+    outside = [p.facts for p in pgraph.report().partitions if not p.facts.safe]
+    assert ["out_dtype becomes kernels in Inductor's code" in str(facts.reasons) for facts in outside] == [
+        True
+    ]
 
 
 def test_marks_match_every_overload_and_may_be_repeated():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,6 +219,26 @@ def test_ddp_itself_is_not_traced() -> None:
         assert reason.where == f"{__file__}:3"
 
 
+def test_what_cannot_be_traced_is_none_of_pgraphs_faults() -> None:
+    """Dynamo would have it reported to pgraph."""
+    table = nn.Embedding(20, 6, sparse=True, padding_idx=0)
+    host(lambda tokens: table(tokens))(torch.arange(12)).sum().backward()
+    report = str(pgraph.report())
+    assert re.search(r"aten\.[\w.]+ cannot be traced: .* Fix: .* torch\.compiler\.disable", report), report
+
+
+def test_a_step_that_a_scheduler_counts() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    sgd = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.LinearLR(sgd)
+    host(lambda: sgd.step())()
+    assert "Fix: compile the step by itself: torch.compile(optimizer.step)" in str(pgraph.report())
+    torch._dynamo.reset()
+    host(sgd.step)()
+    assert any(p.facts.safe and not p.dead for p in pgraph.report().partitions)
+
+
 def test_a_break_is_told_once_where_its_place_is_known() -> None:
     messages = [
         f"Graph break in user code at {path}:3\nGraph Break Reason: Tensor.item()\nUser code traceback:\n"
@@ -286,6 +307,16 @@ def test_models_that_are_gone_are_told_apart() -> None:
     third = Layer(0)
     host(third)(torch.randn(2, 4)).sum().backward()
     assert pgraph.report().dead == ()
+
+
+def test_a_parameter_can_be_swapped() -> None:
+    """As `Module.to` does where a parameter is of a type of its own: it must have no weak reference."""
+    model = Layer(0)
+    compiled = host(model)
+    for _ in range(3):
+        compiled(torch.randn(2, 4)).sum().backward()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.full((4,), 2.0)))
+    assert compiled(torch.ones(2, 4)).tolist() == [[2.0] * 4] * 2
 
 
 def test_a_reset_takes_the_counts_of_what_it_frees() -> None:

@@ -283,3 +283,27 @@ def test_autocast_around_a_backward_only_changes_nothing() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_sparse_gradients(codegen: str, inductor_cache: object) -> None:
+    """Of an embedding: they have no storage, and what they consist of is made outside."""
+    embedding = nn.Embedding(20, 6, sparse=True)
+    twin = copy.deepcopy(embedding)
+
+    def loss(table: nn.Embedding, tokens: Tensor) -> Tensor:
+        return table(tokens).sin().square().sum()
+
+    compiled = host(lambda tokens: loss(embedding, tokens), codegen)
+    for _ in range(4):
+        tokens = torch.randint(20, (3, 4))
+        compiled(tokens).backward()
+        loss(twin, tokens).backward()
+        ours, theirs = embedding.weight.grad, twin.weight.grad
+        assert ours is not None
+        assert theirs is not None
+        assert ours.is_sparse
+        same(ours.to_dense(), theirs.to_dense(), rtol=1e-5, atol=1e-5)
+        embedding.zero_grad()
+        twin.zero_grad()
+    assert pgraph.report().launches

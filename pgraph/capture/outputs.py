@@ -23,7 +23,7 @@ def output_specs(
     """Note [One tensor, several results]
     What a forward returns and saves is one tensor or a view of it, and their version counter tells autograd
     when it was written into. Two tensors on the same memory, each with a counter, would give wrong gradients
-    and no error.
+    and no error. The same holds of an argument and a view of it that is saved.
     """
     origins = _Origins(recorder, moved, regions)
     specs: list[OutputSpec] = []
@@ -85,7 +85,8 @@ def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
         sizes = tuple(value.size()), tuple(value.stride())
         layout = TensorSpec(*sizes, value.dtype, offset, value.is_conj(), value.is_neg())
         if i < len(origins.recorder.inputs):
-            return OutputSpec(input=region, layout=layout)
+            counted = same_counter(origins.recorder.counters[i], value)
+            return OutputSpec(input=region, layout=layout, counted=counted)
         return OutputSpec(region=region, layout=layout)
     if value.device != arena.device and value.device.type == "cpu":
         # Attention without dropout hands out host seeds that its backward takes and never reads; the

@@ -16,7 +16,7 @@ import torch
 from pgraph.capture.culprit import arguments_of, dispatch_of, numbered
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.capture.parts import RECORDED_IN_PARTS, in_parts, joined
-from pgraph.compat import UnwrappedMode, forget_storage, lazily, storage_is_gone, weak_storage
+from pgraph.compat import UnwrappedMode, counter_of, forget_storage, lazily, storage_is_gone, weak_storage
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
 from pgraph.ops.fx import VIEWS, flat_values, is_builtin, is_custom, op_name
@@ -94,6 +94,7 @@ class Recorder(UnwrappedMode):
         self._like = like
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
+        self.counters: list[torch.Tensor] = []  # of the inputs
         self._alive: dict[int, GhostRange] = {}  # by storage
         self._orphans: list[_Watcher] = []
         self._watchers: list[_Watcher] = []  # they report orphans for as long as they live
@@ -182,6 +183,7 @@ class Recorder(UnwrappedMode):
         self._watch(ghost, ghost.untyped_storage(), address, nbytes, birth=0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
+        self.counters.append(counter_of(ghost))
         return ghost
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

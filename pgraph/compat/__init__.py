@@ -40,7 +40,7 @@ from pgraph.compat.dynamo import (
     trace,
     traced_function,
 )
-from pgraph.compat.frames import Compilation, hear_compilations, known_backends
+from pgraph.compat.frames import Compilation, hear_compilations, known_backends, module_with
 from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
@@ -60,6 +60,7 @@ from pgraph.compat.settings import library_settings
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
+    counter_of,
     forget_storage,
     lazily,
     real_values,
@@ -90,6 +91,7 @@ __all__ = [
     "compile_graph",
     "compile_model",
     "compiling_again",
+    "counter_of",
     "donated_inputs",
     "donating",
     "eager_backward",
@@ -114,6 +116,7 @@ __all__ = [
     "lazily",
     "library_settings",
     "marked_unbacked",
+    "module_with",
     "output_strides",
     "own_output_strides",
     "packed_by_others",

@@ -19,7 +19,7 @@ import torch
 from torch._dynamo import callback
 from torch._dynamo.exc import Unsupported, UserError
 
-__all__ = ["Compilation", "hear_compilations", "known_backends"]
+__all__ = ["Compilation", "hear_compilations", "known_backends", "module_with"]
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,9 @@ def hear_compilations(
     """
     handler: Any = callback.callback_handler
 
+    # A backward is compiled when it first runs, and then Dynamo looks at what its callbacks call: it would
+    # compile this one, and wait for ever for a lock that its caller holds.
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def on_end(args: Any) -> None:
         if args.callback_trigger is not callback.CallbackTrigger.DYNAMO:
             return
@@ -121,16 +124,10 @@ class _Limits(logging.Handler):
 
 def _compilation() -> Compilation | None:
     """The one that this is called from."""
-    frame: types.FrameType | None = sys._getframe()
-    inside = []
-    while frame is not None and not (
-        frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(_DYNAMOS)
-    ):
-        inside.append(frame)
-        frame = frame.f_back
-    if frame is None:
+    found = _under_way()
+    if found is None:
         return None
-    known = frame.f_locals
+    known, inside = found
     code = known.get("code")
     if not isinstance(code, types.CodeType):
         return None
@@ -150,6 +147,54 @@ def _compilation() -> Compilation | None:
         frames=tuple((f.filename, f.lineno or 0) for f in getattr(error, "real_stack", None) or ()),
         breaks=tuple(str(text) for text in known.get("restart_reasons") or ()),
     )
+
+
+def _under_way() -> tuple[Mapping[str, Any], list[types.FrameType]] | None:
+    """(what Dynamo's `_compile` knows, the frames below it) of the compilation that this is called from."""
+    # From the caller's caller on: a frame in a list of its own would keep what is compiled alive.
+    frame: types.FrameType | None = sys._getframe(2)
+    inside = []
+    while frame is not None and not (
+        frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(_DYNAMOS)
+    ):
+        inside.append(frame)
+        frame = frame.f_back
+    return (frame.f_locals, inside) if frame is not None else None
+
+
+def module_with(parameter: torch.Tensor) -> torch.nn.Module | None:
+    """The module with this parameter that the function which is being compiled is of, or uses; None if that
+    is not found.
+
+    A weak reference to the parameter itself would tell as well when the model goes, but a tensor that has one
+    cannot be swapped for another: `Module.to` does that with parameters of other tensor types.
+    """
+    found = _under_way()
+    if found is None:
+        return None
+    known = found[0]
+    code, names = known.get("code"), known.get("globals") or {}
+    used = [*(known.get("locals") or {}).values(), *(known.get("closure") or ())]
+    used += [names[name] for name in getattr(code, "co_names", ()) if name in names]
+    for value in used:
+        module = _module_of(value)
+        if module is not None and any(p is parameter for p in module.parameters()):
+            return module
+    return None
+
+
+def _module_of(value: Any) -> torch.nn.Module | None:
+    """A module, or that of a method of one, be it in a cell or compiled already."""
+    if isinstance(value, types.CellType):
+        try:
+            value = value.cell_contents
+        except ValueError:  # empty
+            return None
+    if isinstance(value, types.MethodType):
+        value = value.__self__
+    if isinstance(value, torch._dynamo.eval_frame.OptimizedModule):
+        value = value._orig_mod
+    return value if isinstance(value, torch.nn.Module) else None
 
 
 def _passes(error: BaseException, frames: Sequence[types.FrameType]) -> bool:

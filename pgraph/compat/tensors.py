@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = [
     "Strides",
     "assert_size_stride",
+    "counter_of",
     "forget_storage",
     "lazily",
     "real_values",
@@ -138,6 +139,17 @@ def same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(b._version != before[1])
     finally:
         torch._C._autograd._unsafe_set_version_counter((a,), (before[0],))
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the version counter of another one, whose memory it does not hold; 2.11, 2.13."""
+    # Not `new_empty`, which reads a lazy negative.
+    nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_inference():
+        return nothing
+    counter = tensor.detach()
+    counter.data = nothing
+    return counter
 
 
 @contextlib.contextmanager

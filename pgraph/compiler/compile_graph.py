@@ -83,8 +83,12 @@ def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[Part
         if context.driver is None:
             judged[node] = None if is_neutral(node) else choice.NOT_ON_A_DEVICE
         else:
-            as_cuda = choice.preview is not None
-            judged[node] = refusal(node, device_type=context.driver.device.type, as_cuda=as_cuda)
+            judged[node] = refusal(
+                node,
+                device_type=context.driver.device.type,
+                as_cuda=choice.preview is not None,
+                by_inductor=context.by_inductor,
+            )
         return judged[node]
 
     min_ops = context.options.min_ops
@@ -123,13 +127,21 @@ def _returns_what_was_saved(gm: GraphModule) -> bool:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     gradients = compat.tangents(gm)
     saved = {_storage(node) for i, node in enumerate(placeholders) if i not in gradients} - {None}
-    return any(_storage(value) in saved for value in _results(gm))
+    # What a sparse gradient consists of may have been saved.
+    return any(_is_sparse(value) or _storage(value) in saved for value in _results(gm))
+
+
+def _is_sparse(value: Any) -> bool:
+    example = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(example, torch.Tensor) and example.layout != torch.strided
 
 
 def _storage(value: Any) -> int | None:
-    """What stands for the storage of a traced tensor."""
+    """What stands for the storage of a traced tensor; None if it has none, or no single one."""
     example = value.meta.get("val") if isinstance(value, Node) else None
-    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
+    if not isinstance(example, torch.Tensor) or _is_sparse(value):
+        return None
+    return example.untyped_storage()._cdata
 
 
 def _results(gm: GraphModule) -> list[Any]:

@@ -47,7 +47,7 @@ class Origin:
 
     Args:
         broken: why Dynamo ended it where it did, if the function went on.
-        model: gives a parameter of the model that it was made for; None if that is gone, or has none.
+        model: gives the model that it was made for; None if that is gone, or was not found.
     """
 
     broken: Reason | None = None

@@ -63,6 +63,16 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "torch.compile(optimizer.step)",
     ),
     (
+        r"in file `[^`]*/optim/lr_scheduler\.py`",
+        "Dynamo does not trace the step of an optimizer around which a scheduler has put its own",
+        "compile the step by itself: torch.compile(optimizer.step)",
+    ),
+    (
+        r"Backend compiler `pgraph` failed with ([\w.]+)\. Adding",
+        "{0} cannot be traced: the shape of its result depends on data, or is not known to PyTorch",
+        "call what uses it outside of the compiled function, or under torch.compiler.disable",
+    ),
+    (
         r"builtin `?print",
         "print() is called inside the compiled function",
         "print outside the compiled region",

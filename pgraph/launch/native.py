@@ -20,7 +20,8 @@ from pgraph.drivers.native_calls import NativeCalls
 from pgraph.launch.guards import Guards
 from pgraph.launch.interpreter import Launched
 from pgraph.launch.lookup import Lookup, Number
-from pgraph.launch.program import Program, Source, view
+from pgraph.launch.program import Program, Source
+from pgraph.launch.views import view
 from pgraph.native import libraries
 
 __all__ = [

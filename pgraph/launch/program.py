@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from pgraph.capture.build import Built
-from pgraph.compat import lazily, reinterpret
+from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import Allocation, Places, in_pieces, smallest
 from pgraph.launch.guards import Guards
+from pgraph.launch.views import counted, view
 from pgraph.template.recording import OutputSpec, TensorSpec
 
-__all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of", "view"]
+__all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
     if spec.input is not None:
         if spec.layout is None:
             return Result(Source.INPUT, spec.input)
-        return Result(Source.INPUT, spec.input, make=view, args=(spec.layout, 0))
+        return Result(Source.INPUT, spec.input, make=counted if spec.counted else view, args=(spec.layout, 0))
     if spec.same is not None:
         return Result(Source.RESULT, spec.same)
     assert spec.layout is not None
@@ -236,19 +237,3 @@ def _within(built: Built, spec: OutputSpec) -> int | None:
     if lazy or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
         return None
     return start // owner.dtype.itemsize
-
-
-def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
-    """The tensor of this layout, `offset` bytes plus its own offset after the owner's first byte."""
-    start = offset + layout.offset
-    if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:
-        same = start == 0 and owner.size() == layout.size and owner.stride() == layout.stride
-        if same and (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
-            return owner
-        plain = reinterpret(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
-        return lazily(plain, layout.conj, layout.neg)
-    first = owner.storage_offset() * owner.element_size() + start
-    storage = owner.untyped_storage()
-    view = torch.empty(0, dtype=layout.dtype, device=owner.device)
-    view.set_(storage, first // layout.dtype.itemsize, layout.size, layout.stride)
-    return lazily(view, layout.conj, layout.neg)

@@ -27,6 +27,7 @@ from pgraph.ops.fx import (
 from pgraph.reasons import Reason
 
 __all__ = [
+    "for_inductor",
     "higher_order",
     "host_sync",
     "listed",
@@ -73,6 +74,19 @@ def higher_order(node: Node, device_type: str) -> Reason | None:
     if name not in op_names.ALLOWED_HOPS:
         return why(node, "higher-order", f"{name} is decided or ordered on the host at each call")
     return None
+
+
+def for_inductor(node: Node, device_type: str) -> Reason | None:
+    # A capture of ATen code watches each op that it calls, and PyTorch shows it no higher-order ones.
+    op = op_of(node)
+    if not isinstance(op, HigherOrderOperator):
+        return None
+    return why(
+        node,
+        "higher-order",
+        f"{op.name()} becomes kernels in Inductor's code; ATen code calls it as it is",
+        "use the default codegen",
+    )
 
 
 def host_sync(node: Node, device_type: str) -> Reason | None:

@@ -209,7 +209,12 @@ _OF_CUDA: Final = frozenset({values.grouped})
 
 
 def refusal(
-    node: Node, *, device_type: str, rng_is_safe: bool = False, as_cuda: bool = False
+    node: Node,
+    *,
+    device_type: str,
+    rng_is_safe: bool = False,
+    as_cuda: bool = False,
+    by_inductor: bool = True,
 ) -> Reason | None:
     """Why `node` must stay out of every graph, or None when it may be captured.
 
@@ -220,6 +225,7 @@ def refusal(
             ``"cpu"``.
         rng_is_safe: the launcher moves the generator itself, so that random ops may be captured.
         as_cuda: the CPU stands for a GPU: what holds for kernels of CUDA holds for its ops.
+        by_inductor: Inductor makes the code.
 
     Returns:
         The first refusal in the order of `RULES`. None for neutral nodes too (`is_neutral`), unless
@@ -234,4 +240,4 @@ def refusal(
         found = rule(node, "cuda" if as_cuda and rule in _OF_CUDA else device_type)
         if found is not None:
             return found
-    return None
+    return None if by_inductor else ops.for_inductor(node, device_type)

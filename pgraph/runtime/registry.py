@@ -47,13 +47,13 @@ def renew(graph: GraphFacts) -> None:
             partition.stats.facts = dataclasses.replace(partition.stats.facts, graph=graph)
 
 
-def belongs(number: int, parameter: Any) -> None:
-    """A graph belongs to the model with this parameter: when that goes, the report tells.
+def belongs(number: int, model: Any) -> None:
+    """A graph belongs to this model: when that goes, the report tells.
 
     Another model of the same class may still run the graph, and then it lives.
     """
-    if parameter is not None:
-        weakref.finalize(parameter, _gone, number).atexit = False
+    if model is not None:
+        weakref.finalize(model, _gone, number).atexit = False
 
 
 def all_gone() -> None:

@@ -124,6 +124,7 @@ def _origin(output: OutputSpec) -> Hashable | None:
         output.unread,
         output.same,
         output.view_of,
+        output.counted,
     )
 
 

@@ -89,7 +89,8 @@ class OutputSpec:
     Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
     returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
     not depend on the call; `unread` if its value means nothing). `same` is the position of an earlier
-    result that was the very same tensor, `view_of` of one that it shared its version counter with.
+    result that was the very same tensor, `view_of` of one that it shared its version counter with;
+    `counted` if it shared that of the input.
     """
 
     region: int | None = None
@@ -99,6 +100,7 @@ class OutputSpec:
     unread: bool = False
     same: int | None = None
     view_of: int | None = None
+    counted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

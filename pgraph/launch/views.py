@@ -1,0 +1,44 @@
+"""Results that are views: of blocks, and of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pgraph.compat import lazily, reinterpret
+from pgraph.template.recording import TensorSpec
+
+__all__ = ["counted", "view"]
+
+
+def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+    """The tensor of this layout, `offset` bytes plus its own offset after the owner's first byte."""
+    return _view(owner, layout, offset, reinterpret)
+
+
+def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+    """The same with the owner's version counter, if they are of one type."""
+    return _view(owner, layout, offset, _part)
+
+
+def _part(owner: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    return torch.as_strided(owner, size, stride, owner.storage_offset() + offset)
+
+
+def _view(
+    owner: torch.Tensor, layout: TensorSpec, offset: int, make: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    start = offset + layout.offset
+    if owner.dtype == layout.dtype and start % layout.dtype.itemsize == 0:
+        same = start == 0 and owner.size() == layout.size and owner.stride() == layout.stride
+        if same and (owner.is_conj(), owner.is_neg()) == (layout.conj, layout.neg):
+            return owner
+        # It has the owner's bits, and each view with a bit turns that one over.
+        part = make(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
+        return lazily(part, layout.conj != part.is_conj(), layout.neg != part.is_neg())
+    first = owner.storage_offset() * owner.element_size() + start
+    storage = owner.untyped_storage()
+    view = torch.empty(0, dtype=layout.dtype, device=owner.device)
+    view.set_(storage, first // layout.dtype.itemsize, layout.size, layout.stride)
+    return lazily(view, layout.conj, layout.neg)
