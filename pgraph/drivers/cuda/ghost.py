@@ -361,7 +361,8 @@ def _replayed(
         if -1 < _time_of(entry) <= arena.since:
             continue
         if not arena.low <= address < arena.high:
-            if entry["action"] == "alloc" and entry.get("stream") == arena.stream is not None:
+            on = entry.get("stream")
+            if entry["action"] == "alloc" and arena.stream is not None and on == arena.stream:
                 raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
             continue
         if entry["action"] == "alloc":
