@@ -30,6 +30,25 @@ def test_padding_is_not_named_where_it_does_not() -> None:
     assert found.padding() is None
 
 
+def test_numbers_are_not_padded() -> None:
+    """They are what the program computes with."""
+    found = Met(("n", "dimension 0 of x"), frozenset({0}))
+    for n in range(1, 41):
+        found.note((n, 3))
+    assert found.padding() is None
+    for rows in range(1, 41):
+        found.note((1, rows))
+    assert found.padding() is None  # 40 numbers are left
+    few = Met(found.labels, found.numbers, {(n % 2, n) for n in range(1, 65)})
+    assert few.padding() == "dimension 0 of x padded to multiples of 8: 16 sizes in the place of 64"
+    model = host(lambda x, n: x * n + 1, dynamic=True)
+    for n in range(2, 30):
+        model(torch.randn(3, 8), n)
+    told = pgraph.report().partitions[-1].sizes
+    assert told is not None
+    assert (told.met, told.padding) == (28, None)
+
+
 def test_few_sizes_are_remembered() -> None:
     found = Met(("dimension 0 of x",))
     for n in range(met._MOST + 5):

@@ -227,6 +227,28 @@ def test_what_cannot_be_traced_is_none_of_pgraphs_faults() -> None:
     assert re.search(r"aten\.[\w.]+ cannot be traced: .* Fix: .* torch\.compiler\.disable", report), report
 
 
+def test_the_step_of_a_fused_optimizer() -> None:
+    """Dynamo leaves it, so that no graph comes of it."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    step, run = host(optimizer.step), host(layer)
+    for _ in range(3):
+        run(torch.randn(2, 4)).sum().backward()
+        step()
+    (told,) = [line for line in str(pgraph.report()).splitlines() if ".step: " in line]
+    assert "Dynamo does not trace fused optimizers. Fix: leave the step uncompiled" in told
+
+
+def test_hooks_that_dynamo_says_nothing_of() -> None:
+    """An explanation may be empty."""
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda *_: None)
+    host(lambda x: layer(x) + 1)(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    report = str(pgraph.report())
+    assert "hooks" in report
+    assert ": ." not in report
+
+
 def test_a_step_that_a_scheduler_counts() -> None:
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)

@@ -68,6 +68,11 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "compile the step by itself: torch.compile(optimizer.step)",
     ),
     (
+        r"don't trace into fused optimizer",
+        "Dynamo does not trace fused optimizers",
+        "leave the step uncompiled, as it is few kernels already, or build the optimizer with fused=False",
+    ),
+    (
         r"Backend compiler `pgraph` failed with ([\w.]+)\. Adding",
         "{0} cannot be traced: the shape of its result depends on data, or is not known to PyTorch",
         "call what uses it outside of the compiled function, or under torch.compiler.disable",
@@ -127,5 +132,5 @@ def _reason(text: str, where: str | None) -> Reason:
     hint = re.search(r"Hint: (.*?)\.?\s*(?:Hint:|Developer debug context:|For more details|$)", flat)
     cause = re.split(r" Explanation:", flat)[0].rstrip(".") or "the graph ends here"
     explained = re.search(r"Explanation: (.*?)\.?\s*(?:Hint:|Developer debug context:|$)", flat)
-    sentence = f"{cause}: {explained[1]}" if explained else cause
+    sentence = f"{cause}: {explained[1]}" if explained and explained[1] else cause
     return Reason(CODE, sentence, hint[1] if hint else "", where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -37,6 +38,9 @@ _GUARDS: Final[tuple[tuple[str, str], ...]] = (
 )
 _LONGEST: Final = 160
 
+_OPTIMIZERS: Final = os.path.join("torch", "optim", "")
+"""PyTorch's own code of which programs compile a part by itself: the step."""
+
 
 def listen(is_ours: Callable[[Any], bool]) -> None:
     """Keep `pgraph.runtime.functions` up to date from now on.
@@ -64,7 +68,8 @@ def _begun_anew() -> None:
 def _ended(compilation: compat.Compilation) -> None:
     graphs = functions.graphs_arrived()
     place = (compilation.where or "").rpartition(":")[0]
-    if place and not graphs and not is_users(place):
+    asked = is_users(place) or (_OPTIMIZERS in place and compilation.name.endswith(".step"))
+    if place and not graphs and not asked:
         return  # helpers of Python's own, which Dynamo meets below a function that it has skipped
     function = functions.found(compilation.name, compilation.where)
     function.graphs += graphs

@@ -21,11 +21,13 @@ class Met:
 
     Args:
         labels: of the dimensions that may vary, in the user's words.
+        numbers: which of them are numbers among the user's arguments, and no sizes.
         sizes: of these dimensions, each that came.
         obstacle: why recordings are captured, and none is computed, if that is known.
     """
 
     labels: tuple[str, ...] = ()
+    numbers: frozenset[int] = frozenset()
     sizes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     obstacle: str | None = None
 
@@ -36,15 +38,19 @@ class Met:
 
     def at_present(self) -> Met:
         """A copy."""
-        return Met(self.labels, set(self.sizes), self.obstacle)
+        return Met(self.labels, self.numbers, set(self.sizes), self.obstacle)
 
     def padding(self) -> str | None:
-        """What padding would gain; None if nothing much."""
+        """What padding would gain; None if nothing much. Only a size can be padded."""
         varying = [i for i in range(len(self.labels)) if len({sizes[i] for sizes in self.sizes}) > 1]
-        for multiple in _MULTIPLES:
-            left = {tuple(-(-sizes[i] // multiple) for i in varying) for sizes in self.sizes}
+        padded = [i for i in varying if i not in self.numbers]
+        for multiple in _MULTIPLES if padded else ():
+            left = {
+                tuple(-(-sizes[i] // multiple) if i in padded else sizes[i] for i in varying)
+                for sizes in self.sizes
+            }
             if len(left) * _FEWER <= len(self.sizes):
-                labels = " and ".join(self.labels[i] for i in varying)
+                labels = " and ".join(self.labels[i] for i in padded)
                 leaves = amount(len(left), "size")
                 return (
                     f"{labels} padded to multiples of {multiple}: {leaves} in the place of {len(self.sizes)}"

@@ -85,6 +85,7 @@ class PartitionRunner:
         self._short = False
         self._instead: Boxed | None = None
         self.stats.met.labels = tuple(dimension.label for dimension in dimensions)
+        self.stats.met.numbers = frozenset(i for i, d in enumerate(dimensions) if not d.of_tensor)
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._cache = SpecializationCache(driver, options, watched, sizes, self.stats)
         code = Code(plain, namespaces, constants, static, saved, joint)

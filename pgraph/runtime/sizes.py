@@ -27,11 +27,13 @@ class Dimension:
         label: in the user's words, e.g. ``"dimension 0 of x"``.
         position: among the partition's arguments.
         dim: of that tensor; None if the argument is the number itself.
+        of_tensor: the user gave it as a size; False for a number among the user's own arguments.
     """
 
     label: str
     position: int
     dim: int | None
+    of_tensor: bool = True
 
     def of(self, args: Sequence[Any]) -> int:
         """Its value today."""
@@ -51,20 +53,22 @@ def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
     found: dict[str, Dimension] = {}
     for position, value in enumerate(values):
         if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
-            found.setdefault(name, Dimension(_label(value, name), position, None))
+            label, of_tensor = _label(value, name)
+            found.setdefault(name, Dimension(label, position, None, of_tensor))
     for position, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.size()):
                 if isinstance(size, torch.SymInt) and (name := compat.plain_symbol(size)):
-                    found.setdefault(name, Dimension(_label(size, name), position, dim))
+                    found.setdefault(name, Dimension(_label(size, name)[0], position, dim))
     return found
 
 
-def _label(size: torch.SymInt, name: str) -> str:
+def _label(size: torch.SymInt, name: str) -> tuple[str, bool]:
+    """A symbol in the user's words, and whether it is a size."""
     source = compat.symbol_source(size) or name
     plain = re.sub(r"L\['(\w+)'\]", r"\1", source)
     tensor = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", plain)
-    return f"dimension {tensor[2]} of {tensor[1]}" if tensor else plain
+    return (f"dimension {tensor[2]} of {tensor[1]}", True) if tensor else (plain, False)
 
 
 class Sizes:
