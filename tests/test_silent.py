@@ -239,6 +239,32 @@ def test_the_step_of_a_fused_optimizer() -> None:
     assert "Dynamo does not trace fused optimizers. Fix: leave the step uncompiled" in told
 
 
+class Queue(nn.Module):
+    """It writes further on at each call, and counts where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0
+        self.register_buffer("kept", torch.zeros(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[self.at : self.at + 2] = x
+        self.at += 2
+        return self.kept.sum(0) * 2 + 1
+
+
+def test_what_is_compiled_at_each_call_is_told_before_the_limit() -> None:
+    queue = host(Queue())
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for _ in range(3):
+            queue(torch.randn(2, 4))
+        assert "the last guard" not in str(pgraph.report())
+        queue(torch.randn(2, 4))
+    (told,) = [line for line in str(pgraph.report()).splitlines() if "Queue.forward" in line]
+    assert "compiled x 4; the last guard that failed: self.at == 4" in told
+    assert "Fix: hold the number in a tensor" in told
+
+
 def test_hooks_that_dynamo_says_nothing_of() -> None:
     """An explanation may be empty."""
     layer = nn.Linear(4, 4)

@@ -75,6 +75,7 @@ def _ended(compilation: compat.Compilation) -> None:
     function.graphs += graphs
     if compilation.guard is not None and (guard := _guard(compilation.guard)) not in function.guards:
         function.guards.append(guard)
+        function.change = _change(compilation.guard)
     if compilation.error is not None:
         function.skipped = from_text(compilation.error, compilation.frames)
         return
@@ -94,9 +95,7 @@ def _stopped(compilation: compat.Compilation) -> None:
     setting, limit = compilation.limit
     function = functions.found(compilation.name, compilation.where)
     text = compilation.guard or ""
-    hint = text.partition("(HINT")[2]
-    change = next((fix for pattern, fix in _GUARDS if re.search(pattern, _guard(text) + hint)), "")
-    change = change or "let what the guard names be the same in all calls"
+    change = _change(text) or "let what the guard names be the same in all calls"
     function.stopped = Reason(
         "recompile-limit",
         f"Dynamo has compiled {function.name} {function.compilations} times and compiles it no more, since "
@@ -108,6 +107,12 @@ def _stopped(compilation: compat.Compilation) -> None:
     )
     if parse(compilation.options).require_full_capture:
         full_capture.refuse(function.name, function.stopped)
+
+
+def _change(text: str) -> str:
+    """What to change, by Dynamo's text about a guard; empty if that is not known."""
+    hint = text.partition("(HINT")[2]
+    return next((fix for pattern, fix in _GUARDS if re.search(pattern, _guard(text) + hint)), "")
 
 
 def _guard(text: str) -> str:

@@ -23,6 +23,7 @@ class FunctionStats:
         compilations: how often Dynamo has compiled it.
         graphs: that it made of it for pgraph.
         guards: that failed, so that it was compiled again; each once.
+        change: what would end that, if it is known.
         stopped: why it is compiled no more.
         skipped: why nothing of it was compiled when Dynamo tried last.
     """
@@ -32,6 +33,7 @@ class FunctionStats:
     compilations: int = 0
     graphs: int = 0
     guards: list[str] = dataclasses.field(default_factory=list)
+    change: str = ""
     stopped: Reason | None = None
     skipped: Reason | None = None
 
@@ -40,13 +42,22 @@ class FunctionStats:
         """Why some or all of its calls run eagerly."""
         return self.stopped or self.skipped
 
+    @property
+    def often(self) -> bool:
+        """Whether it is compiled again and again. Another gradient mode and varying sizes are one each."""
+        return len(self.guards) > 2
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         if self.reason is None:
-            return f"{self.name}: compiled x {self.compilations}"
+            told = f"{self.name}: compiled x {self.compilations}"
+            if self.often:
+                told += f"; the last guard that failed: {self.guards[-1]}"
+                told += f". Fix: {self.change}" if self.change else ""
+            return told
         what = "compiled no more" if self.stopped is not None else "skipped by Dynamo"
         return f"{self.name}: {what}; {self.reason}"
 

@@ -339,7 +339,7 @@ class Report:
         if self.asked and not self.partitions:
             lines.append(f"  {self._nothing()}")
         for function in sorted(self.functions, key=lambda function: function.stopped is None):
-            if function.reason is not None or not self.partitions:
+            if function.reason is not None or function.often or not self.partitions:
                 lines.append(f"  {function}")
         for p in self.partitions:
             name = f"{p.name} (gone)" if p.dead else p.name
