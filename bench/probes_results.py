@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ Figures = dict[str, Any]
 Make = Callable[[], Any]
 
 
-def per_one(make: Make, free: Callable[[list[Any]], None] = list.clear) -> tuple[float, float]:
+def per_one(make: Make, free: Callable[[list[Any]], Any] = list.clear) -> tuple[float, float]:
     """(us to make one of `RESULTS`, us to free one), the medians; all of them live at once."""
     made: list[float] = []
     freed: list[float] = []
@@ -50,25 +51,12 @@ def memory_alone(driver: Any) -> Figures:
     addresses = [ctypes.addressof(places) + 8 * i for i in range(RESULTS)]
     nothing = ctypes.CDLL(None).labs
     nothing.argtypes, nothing.restype = [ctypes.c_uint64, ctypes.c_void_p], ctypes.c_int32
-    begun: list[int] = []
+    place = itertools.cycle(addresses)  # as many are freed as are made, so each round begins with the first
 
-    def make(take: Callable[..., int]) -> Make:
-        def one() -> int:
-            begun.append(0)
-            return take(nbytes, addresses[len(begun) - 1])
+    def cost(take: Callable[[int, int], int], give: Callable[[int], int]) -> tuple[float, float]:
+        return per_one(lambda: take(nbytes, next(place)), lambda held: [give(address) for address in places])
 
-        return one
-
-    def free(give: Callable[[int], int]) -> Callable[[list[Any]], None]:
-        def all_of(held: list[Any]) -> None:
-            begun.clear()
-            for address in places:
-                give(address)
-
-        return all_of
-
-    idle = per_one(make(nothing), free(lambda address: nothing(address, 0)))
-    return _told(*per_one(make(alloc), free(release)), less=idle)
+    return _told(*cost(alloc, release), less=cost(nothing, lambda address: nothing(address, 0)))
 
 
 def tensors(driver: Any) -> Figures:

@@ -217,7 +217,10 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended[-1].error is None
 
 
-@pytest.mark.parametrize("how", ["module", "of torch", "method", "closure", "global", "compiled", "argument"])
+HOW = ("module", "of torch", "method", "closure", "global", "compiled", "argument", "attribute")
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_the_module_with_a_parameter(how: str) -> None:
     """Of the function that is being compiled, or used by it; 2.13."""
     model: Any = torch.nn.Linear(2, 2) if how == "of torch" else Doubling()
@@ -235,10 +238,17 @@ def test_the_module_with_a_parameter(how: str) -> None:
     def takes(x: Tensor, module: Any = model) -> Tensor:
         return module(x)
 
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
     inner = torch.compile(model, backend="eager") if how == "compiled" else model
     named: dict[str, Any] = {"model": model}
     exec("def fn(x): return model(x)", named)
-    fns = {"method": model.forward, "global": named["fn"], "argument": takes}
+    fns = {"method": model.forward, "global": named["fn"], "argument": takes, "attribute": Trainer().step}
     fn = fns.get(how, model if how in ("module", "of torch") else uses)
     torch.compile(fn, backend=backend)(torch.ones(2, 2))
     assert found == [model]

@@ -211,3 +211,19 @@ def test_a_size_that_rests_gives_way_although_others_are_launched() -> None:
         fn(torch.randn(6, 3))
         fn(torch.randn(5, 3))
     assert kept() == [5, 6]
+
+
+def test_a_size_that_was_marked_unbacked_is_told_with_its_own_fix() -> None:
+    """It is known before the call: another mark captures it."""
+    compiled = host(running_sum)
+    for mark in (torch._dynamo.decorators.mark_unbacked, torch._dynamo.mark_dynamic):
+        torch._dynamo.reset()
+        for n in (2, 2, 3, 3):
+            x = torch.randn(n, 3)
+            mark(x, 0)
+            same(compiled(x), running_sum(x))
+        report = str(pgraph.report())
+        unbacked = mark is not torch._dynamo.mark_dynamic
+        assert ("a size of an input that was marked unbacked" in report) == unbacked
+        assert ("Fix: torch._dynamo.mark_dynamic in the place of mark_unbacked" in report) == unbacked
+        assert (pgraph.report().captures == 0) == unbacked

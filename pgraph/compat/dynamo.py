@@ -118,7 +118,7 @@ def symbol_source(size: torch.SymInt) -> str | None:
 
 def marked_unbacked(value: Any) -> frozenset[Any]:
     """The symbols of inputs' sizes that a user marked unbacked (`mark_unbacked`) in the trace that has this
-    value; 2.13, and in the sources of 2.11.
+    value; seen on 2.13 to 2.15. None where a release has no such list.
     """
     holder = value.node if isinstance(value, torch.SymInt) else getattr(value, "fake_mode", None)
     env = getattr(holder, "shape_env", None)

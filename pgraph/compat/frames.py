@@ -8,6 +8,7 @@ and for which backend, stands in the frame of its own `_compile`, below which bo
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import re
 import sys
@@ -174,13 +175,20 @@ def module_with(parameter: torch.Tensor) -> torch.nn.Module | None:
         return None
     known = found[0]
     code, names = known.get("code"), known.get("globals") or {}
-    used = [*(known.get("locals") or {}).values(), *(known.get("closure") or ())]
+    given = list((known.get("locals") or {}).values())
+    used = [*given, *(known.get("closure") or ()), *itertools.chain.from_iterable(map(_attributes, given))]
     used += [names[name] for name in getattr(code, "co_names", ()) if name in names]
     for value in used:
         module = _module_of(value)
         if module is not None and any(p is parameter for p in module.parameters()):
             return module
     return None
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Those of an object of the user's own, such as a trainer that holds the model."""
+    plain = not isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType | type)
+    return list(vars(value).values()) if plain and hasattr(value, "__dict__") else []
 
 
 def _module_of(value: Any) -> torch.nn.Module | None:

@@ -142,7 +142,7 @@ def same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the version counter of another one, whose memory it does not hold; 2.11, 2.13."""
+    """An empty tensor with another one's version counter, and not its memory; seen on 2.13 to 2.15."""
     # Not `new_empty`, which reads a lazy negative.
     nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if tensor.is_inference():

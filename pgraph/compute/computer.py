@@ -132,7 +132,7 @@ class Computer:
         computed, found = self._evaluated(self._script, inputs, alignments, node)
         padding = self._sites.padding
         told = difference(computed, found, recording, slots, padding)
-        if told is not None:
+        if told is not None:  # seldom, and the list of what is mapped is long
             told = difference(computed, found, recording, slots, padding, upper_halves())
         if told is not None:
             trusted = self._checking and self._compared >= _ENOUGH
