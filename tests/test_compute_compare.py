@@ -14,7 +14,7 @@ import torch
 
 from pgraph.compute import host_memory
 from pgraph.compute.compare import difference, kind_of, loose_words
-from pgraph.compute.host_memory import upper_halves
+from pgraph.compute.host_memory import HostMemory, mapped
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain, topology
@@ -59,46 +59,55 @@ def changed(change: Callable[[Recording], Any]) -> Recording:
     return dataclasses.replace(made, **change(made))
 
 
-UPPER = frozenset({0x7FCD, 0x7FFE})
+HOST = HostMemory(((0x7FCD_0000_0000, 0x7FCD_0000_1000), (0x7FFE_1000_0000, 0x7FFE_1010_0000)))
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "same"),
     [
+        # A number of four bytes, and padding beside it.
         (0x7FCD_0000_2100, 0x2100, True),
         (0x2100, 0x7FFE_0000_2100, True),
         (0x7FCD_0000_2100, 0x7FFE_0000_2100, True),
         (0x7FCD_0000_2100, 0x2101, False),
         (0x7FCE_0000_2100, 0x2100, False),
         (0x0001_0000_2100, 0x2100, False),
+        # A word that nobody set.
+        (0x78, 0x7FFE_1000_2100, True),
+        (0x7FCD_0000_0FFF, 0x78, True),
+        (0x7FCD_0000_1000, 0x78, False),
+        (0x7FFE_0FFF_FFFF, 0x78, False),
     ],
 )
-def test_halves_of_host_addresses_are_left_out(mine: int, theirs: int, same: bool) -> None:
-    """In structs of built-in ops, beside a number that is the same."""
+def test_left_over_host_addresses_are_no_difference(mine: int, theirs: int, same: bool) -> None:
+    """In structs of built-in ops."""
 
     def made(number: int, *, builtin: bool = True, structs: Any = ((0, 16),)) -> Any:
         plain, slots = recording()
         nodes = put(plain.nodes, 0, params=node(0, number).params, structs=structs)
         return dataclasses.replace(plain, nodes=nodes, builtin=frozenset({0} if builtin else ())), slots
 
-    assert (difference(*made(mine), *made(theirs), upper=UPPER) is None) == same
+    assert (difference(*made(mine), *made(theirs), host=HOST) is None) == same
     assert difference(*made(mine), *made(theirs)) is not None
-    assert difference(*made(mine), *made(theirs, builtin=False), upper=UPPER) is not None
+    assert difference(*made(mine), *made(theirs, builtin=False), host=HOST) is not None
     others = [made(number, structs=((0, 8),)) for number in (mine, theirs)]
-    assert difference(*others[0], *others[1], upper=UPPER) is not None
+    assert difference(*others[0], *others[1], host=HOST) is not None
 
 
 def test_where_the_hosts_memory_lies() -> None:
     held = ctypes.create_string_buffer(1 << 20)
-    halves = upper_halves()
-    assert ctypes.addressof(held) >> 32 in halves
-    assert min(halves) >= 1 << 14
-    assert len(halves) < 1 << 12
+    address, host = ctypes.addressof(held), mapped()
+    assert address in host
+    assert host.has_upper(address >> 32)
+    assert host.ranges[0][0] - 1 not in host
+    assert not host.has_upper((host.ranges[0][0] >> 32) - 1)
+    assert not host.has_upper(0)
+    assert 0 not in host
 
 
 def test_what_cannot_be_read_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "_MAPS", tmp_path / "none")
-    assert upper_halves() == frozenset()
+    assert mapped() == HostMemory()
 
 
 def test_addresses_are_no_difference() -> None:

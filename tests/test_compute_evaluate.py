@@ -219,6 +219,27 @@ def test_results_that_are_no_fresh_tensors(output: OutputSpec, why: str) -> None
         evaluate(script, [6, torch.ones(6)], [16], Tools(kernel_node, site, {}))
 
 
+@pytest.mark.parametrize("expected", [(), (2,)])
+def test_a_result_on_the_host_is_checked_as_it_is(expected: tuple[int, ...]) -> None:
+    """Attention's seed, which no kernel reads."""
+    body = f"y = torch.ops.aten.relu.default(args[1])\nassert_size_stride(y, {expected}, {expected})\nreturn (y, )"
+    script = script_of(body, 6, torch.ones(6))
+    seed = torch.tensor(0)
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+        allocations, outputs = (GhostAllocation(1 << 50, 8, 0, 1),), (OutputSpec(constant=seed, unread=True),)
+        return Recording((node_of("relu", [0]),), chain(1), allocations, 1, outputs, (0, 0), None), ()
+
+    tools = Tools(kernel_node, site, {})
+    if expected:
+        with pytest.raises(NotComputableError, match="laid out otherwise"):
+            evaluate(script, [6, torch.ones(6)], [16], tools)
+        return
+    found = evaluate(script, [6, torch.ones(6)], [16], tools)
+    assert found is not None
+    assert found[0].outputs == (OutputSpec(constant=seed, unread=True),)
+
+
 def test_a_tensor_that_is_laid_out_otherwise() -> None:
     script = script_of("assert_size_stride(args[1], (args[0], 3), (3, 1))\nreturn ()", 6, torch.ones(6, 3))
     tools = Tools(kernel_node, outlined, {})

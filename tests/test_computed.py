@@ -388,6 +388,8 @@ def test_a_lack_of_memory_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(computers, "evaluate", short)
     call(model, (17, 17))
     assert (made(), computer().reason) == ((5, 0), None)
+    last = "of those that were not computed the last was not because OutOfMemoryError: not now"
+    assert last in str(pgraph.report().partitions[0].sizes)
     monkeypatch.setattr(computers, "evaluate", real)
     call(model, (18,))
     assert made() == (6, 1)

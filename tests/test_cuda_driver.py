@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import DriverError
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 
 SUCCESS, FAILURE = cuda.cu.CUresult.CUDA_SUCCESS, cuda.cu.CUresult.CUDA_ERROR_INVALID_VALUE
@@ -99,16 +102,16 @@ def test_what_the_log_says_of_earlier_arenas_is_not_read(monkeypatch: pytest.Mon
     def note(time: int, action: str, address: int, size: int = 0) -> None:
         log.append({"time_us": time, "action": action, "addr": address, "size": size})
 
-    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
-    assert cuda_ghost.last_logged(0) == -1
+    monkeypatch.setattr(allocator_log.snapshot, "log", lambda device, pool=None: log)
+    assert allocator_log.last_logged(0) == -1
     note(5, "alloc", 1000, 4096)
     note(6, "alloc", 1200, 64)
     note(7, "free_requested", 1000)
     note(7, "free_requested", 1200)
     arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0), stream=7)
-    arena.since = cuda_ghost.last_logged(0)
+    arena.since = allocator_log.last_logged(0)
     note(9, "alloc", 1000, 512)
-    assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 512, False)]
+    assert allocator_log.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 512, False)]
 
 
 def test_a_log_that_tells_of_want_of_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +120,10 @@ def test_a_log_that_tells_of_want_of_memory_is_read(monkeypatch: pytest.MonkeyPa
         {"action": "oom", "device_free": 4096, "size": 1 << 40},
         {"action": "alloc", "addr": 1000, "size": 64},
     ]
-    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
+    monkeypatch.setattr(allocator_log.snapshot, "log", lambda device, pool=None: log)
     arena = SimpleNamespace(low=1000, high=2000, segments=1, device=torch.device("cuda", 0))
     arena.since, arena.stream = -1, 7
-    assert cuda_ghost.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 64, False)]
+    assert allocator_log.read_trace(arena, (0, 7)) == [HiddenAllocation(1000, 64, False)]
 
 
 @pytest.mark.parametrize("entry", [{}, {"stream": 6}, {"time_us": 3}, {"action": "free_requested"}])
@@ -134,7 +137,7 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
         {"time_us": 8, "stream": 7, "action": "alloc", "addr": 1000, "size": 64},
         {"time_us": 9, "stream": 7, "action": "alloc", "addr": 9000, "size": 512, **entry},
     ]
-    monkeypatch.setattr(cuda_ghost.snapshot, "log", lambda device, pool=None: log)
+    monkeypatch.setattr(allocator_log.snapshot, "log", lambda device, pool=None: log)
     monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
     session = object.__new__(cuda.CudaSession)
     session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), True
@@ -145,3 +148,70 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
     else:
         assert [h.address for h in session._read_hidden()] == [1000]
     assert dropped == [(7, arena)]
+
+
+class Pools:
+    """PyTorch's memory pools: what is in use, what is gone.
+
+    Args:
+        address: of what is allocated.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, address: int) -> None:
+        self.used: list[int] = []
+        self.made: list[weakref.ref[Any]] = []
+        self.count = 0  # ranges that the allocator was given
+        pools = self
+
+        class MemPool:
+            def __init__(self, allocator: Any, no_split: bool) -> None:
+                pools.made.append(weakref.ref(self))
+                self.id = 0, len(pools.made)
+
+        def empty(*_: Any, **__: Any) -> Any:
+            pools.count += 1
+            return SimpleNamespace(data_ptr=lambda: address)
+
+        patch.setattr(torch.cuda, "MemPool", MemPool)
+        patch.setattr(torch, "empty", empty)
+        for name, function in {
+            "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: self.used.append(pool),
+            "_cuda_endAllocateToPool": lambda device, pool: self.used.remove(pool),
+            "_cuda_releasePool": lambda device, pool: None,
+        }.items():
+            patch.setattr(torch._C, name, function, raising=False)
+        patch.setattr(cuda_ghost, "_allocator", lambda: None)
+        patch.setattr(cuda_ghost.libraries, "load", lambda: None)
+
+    @property
+    def alive(self) -> list[bool]:
+        return [pool() is not None for pool in self.made]
+
+
+def _arena(pools: Pools) -> Any:
+    arena = object.__new__(cuda_ghost.CudaArena)
+    arena._device, arena._direct, arena.low, arena.high = torch.device("cuda", 0), 0, 1000, 2000
+    arena.state = pools
+    return arena
+
+
+def test_a_capture_does_not_begin_inside_a_pool_of_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory would not be ghosts', and PyTorch ends the process if a pool is destroyed there."""
+    pools = Pools(monkeypatch, address=9000)
+    with pytest.raises(DriverError, match="pool of the program's own"), cuda_ghost.GhostPools(_arena(pools)):
+        pass
+    gc.collect()
+    assert pools.alive == [True]
+    assert pools.used == []
+    assert cuda_ghost._current is None
+
+
+def test_what_was_allocated_to_try_is_no_part_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools(monkeypatch, address=1500)
+    arena = _arena(pools)
+    with cuda_ghost.GhostPools(arena) as ghosts:
+        assert arena.segments == 0
+        assert pools.alive == [False, True]
+        assert pools.used == [(0, 2)] == [ghosts.latest]
+    assert pools.alive == [False, False]
+    assert pools.used == []

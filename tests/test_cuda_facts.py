@@ -21,7 +21,7 @@ from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
-cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
+allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 cuda_graph = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
 cuda_kept = pytest.importorskip("pgraph.drivers.cuda.kept", reason="needs cuda-bindings")
@@ -194,8 +194,8 @@ def test_the_log_has_what_is_read(can: bool, monkeypatch: pytest.MonkeyPatch) ->
         asked.append({"cleared": clear_history, "left out": None})
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", able if can else unable)
-    monkeypatch.setattr(cuda_ghost, "_left_out", cuda_ghost._left_out.__wrapped__)
-    cuda_ghost.clear_trace()
+    monkeypatch.setattr(allocator_log, "_left_out", allocator_log._left_out.__wrapped__)
+    allocator_log.clear_trace()
     (told,) = asked
     assert told["cleared"]
     assert (told["left out"] is not None) == can
@@ -329,12 +329,12 @@ def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     note("free_requested", 1000)
     note("alloc", 1000, 32)
     note("free_completed", 1000)
-    first = cuda_ghost.read_trace(arena, (0, 7))
+    first = allocator_log.read_trace(arena, (0, 7))
     assert first == [HiddenAllocation(1000, 32, True), HiddenAllocation(1100, 16, False)]
     assert asked == [(0, 7, True)]
     log.clear()
     note("free_requested", 1100)
-    assert cuda_ghost.read_trace(arena, (0, 7), first) == [
+    assert allocator_log.read_trace(arena, (0, 7), first) == [
         HiddenAllocation(1000, 32, True),
         HiddenAllocation(1100, 16, True),
     ]
@@ -343,7 +343,7 @@ def test_the_log_of_one_pool_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     note("alloc", 1100, 16)
     asked.clear()
     hide = True
-    assert len(cuda_ghost.read_trace(arena, (0, 7))) == 2
+    assert len(allocator_log.read_trace(arena, (0, 7))) == 2
     assert asked == [(0, 7, True), (0, 0, True)]
 
 

@@ -91,7 +91,7 @@ def test_explain_tells_of_sizes() -> None:
 
 def test_the_words() -> None:
     told = SizesTold(
-        40, 4, 30, 1, 12_000, 3_000_000, None, "dimension 0 of x padded to multiples of 8: 5 sizes"
+        40, 4, 30, 1, 12_000, 3_000_000, None, None, "dimension 0 of x padded to multiples of 8: 5 sizes"
     )
     assert_expected_inline(
         str(told),

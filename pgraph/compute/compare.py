@@ -2,13 +2,16 @@
 
 Pure logic: recordings in, a difference out; no torch, no CUDA.
 
-Note [Halves of host addresses]
-Built-in ops leave the padding of their kernels' parameter structs as it was (Note [Left-over addresses] in
-`pgraph.template.match`). Beside a number of four bytes that is often the upper half of an address of the
-host's memory. In two captures by the same code it may be equal, so they do not show that it is padding; where
-the op is recorded by itself, what lay there before is something else. Such words are left out: within a
-struct of a built-in op's kernel, where the lower halves are equal, and each upper half is zero or that of
-memory which is mapped in this process.
+Note [Left-over host addresses]
+Built-in ops leave parts of their kernels' parameter structs as they were: padding, and the unused end of a
+list of dimensions (Note [Left-over addresses] in `pgraph.template.match`). What lay there before is often an
+address of the host's memory. In two captures by the same code it may be equal, so they do not show that
+nobody reads it; where the op is recorded by itself, something else lay there. Such words are left out, within
+a struct of a built-in op's kernel:
+
+* the lower halves are equal, and each upper half is zero or that of memory which is mapped in this process:
+  a number of four bytes, and padding beside it;
+* one of the two is, as a whole, an address of such memory: no kernel reads that.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
+from pgraph.compute.host_memory import HostMemory
 from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 
 __all__ = ["Loose", "difference", "kind_of", "loose_words"]
 
 _HALF = 1 << 32
+_UNKNOWN = HostMemory()
 
 Loose = Mapping[Hashable, AbstractSet[int]]
 """By kernel (`kind_of`): bytes at which a word begins that is padding, as two captures of one call showed."""
@@ -47,7 +52,7 @@ def difference(
     captured: Recording,
     proved: Sequence[Slot],
     loose: Loose = MappingProxyType({}),
-    upper: AbstractSet[int] = frozenset(),
+    host: HostMemory = _UNKNOWN,
 ) -> str | None:
     """The first thing in which they differ; None if a launch of the one does all that one of the other does.
 
@@ -58,7 +63,7 @@ def difference(
         slots: of the computed one.
         proved: of the captured one.
         loose: words that are not compared.
-        upper: upper halves of addresses of the host's memory.
+        host: memory of this process.
     """
     computed, slots = _workspaces_last(computed, slots)
     captured, proved = _workspaces_last(captured, proved)
@@ -74,7 +79,7 @@ def difference(
         words.setdefault(slot.node, []).append(slot.offset)
     for i, (a, b) in enumerate(zip(computed.nodes, captured.nodes, strict=True)):
         ignored = {*words.get(i, ()), *loose.get(kind_of(b), ())}
-        left = upper if i in captured.builtin else frozenset()
+        left = host if i in captured.builtin else _UNKNOWN
         if (told := _of_nodes(a, b, words.get(i, []), ignored, left)) is not None:
             return f"node {i}: {told}"
     lives = [
@@ -128,27 +133,27 @@ def _of_nodes(
     b: NodeRecord,
     addresses: Sequence[int],
     ignored: AbstractSet[int],
-    upper: AbstractSet[int],
+    host: HostMemory,
 ) -> str | None:
     if (a.kind, a.name, a.header, a.structs, a.layout) != (b.kind, b.name, b.header, b.structs, b.layout):
         return f"{a.kind} {a.name} {a.header}, captured {b.kind} {b.name} {b.header}"
     if len(a.params) != len(b.params):
         return f"{a.name}: {len(a.params)} bytes of parameters, captured {len(b.params)}"
     for i, (x, y) in enumerate(zip(_words(a.params), _words(b.params), strict=True)):
-        if x != y and 8 * i not in ignored and not _left_over(b, 8 * i, x, y, upper):
+        if x != y and 8 * i not in ignored and not _left_over(b, 8 * i, x, y, host):
             return f"{a.name}: byte {8 * i} of the parameters is {x:#x}, captured {y:#x}"
     kept = [_without(n.kept, addresses) if isinstance(n.kept, bytes) else n.kept for n in (a, b)]
     return f"{a.name}: what an exec keeps differs" if kept[0] != kept[1] else None
 
 
-def _left_over(node: NodeRecord, offset: int, x: int, y: int, upper: AbstractSet[int]) -> bool:
-    """See Note [Halves of host addresses]."""
-    return (
-        bool(upper)
-        and x % _HALF == y % _HALF
-        and {x // _HALF, y // _HALF} - {0} <= upper
-        and any(first <= offset < end for first, end in node.structs)
-    )
+def _left_over(node: NodeRecord, offset: int, x: int, y: int, host: HostMemory) -> bool:
+    """See Note [Left-over host addresses]."""
+    if not any(first <= offset < end for first, end in node.structs):
+        return False
+    if x in host or y in host:
+        return True
+    halves = {x // _HALF, y // _HALF} - {0}
+    return x % _HALF == y % _HALF and all(map(host.has_upper, halves))
 
 
 def _words(params: bytes) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import difference
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
-from pgraph.compute.host_memory import upper_halves
+from pgraph.compute.host_memory import mapped
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.trace import traced
@@ -48,6 +48,9 @@ class Computer:
         driver: where the partition is captured.
         code: the partition's code; takes one list and empties it.
         checking: nothing is computed; each further capture is compared with what would have been.
+
+    Attributes:
+        latest: what was in the way of the last recording that was tried in vain.
     """
 
     def __init__(self, driver: Driver, code: Any, *, checking: bool = False) -> None:
@@ -64,6 +67,7 @@ class Computer:
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
         self._types: dict[int, Any] = {}  # of results of library calls
+        self.latest: str | None = None
 
     @property
     def reason(self) -> str | None:
@@ -111,10 +115,11 @@ class Computer:
         """This size is captured. So are all others, unless they may do better or the failure may pass."""
         log.debug("not computed: %s: %s", type(error).__name__, str(error))  # its frames hold ghosts
         expected = isinstance(error, NotComputableError)
+        self.latest = str(error) if expected else f"{type(error).__name__}: {error}"
         self._failures += 1
         another = (expected and self._compared > 0) or may_pass(error)
         if not another or self._failures >= _PATIENCE:
-            self._give_up(str(error) if expected else f"{type(error).__name__}: {error}")
+            self._give_up(self.latest)
 
     def _compare(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
@@ -133,7 +138,7 @@ class Computer:
         padding = self._sites.padding
         told = difference(computed, found, recording, slots, padding)
         if told is not None:  # seldom, and the list of what is mapped is long
-            told = difference(computed, found, recording, slots, padding, upper_halves())
+            told = difference(computed, found, recording, slots, padding, mapped())
         if told is not None:
             trusted = self._checking and self._compared >= _ENOUGH
             log.log(

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script
 from pgraph.drivers.interface import ALIGNMENT, extent
@@ -199,11 +201,20 @@ class _Evaluation:
         return _Memory(r, Operand(address, layout.size, layout.stride, layout.dtype, offset))
 
     def check(self, event: Check) -> None:
-        operand = self.operand(event.tensor)
+        of_size, of_stride = self.layout(event.tensor)
         size, stride = self.numbers(event.size), self.numbers(event.stride)
-        strides = zip(size, operand.stride, stride, strict=False)
-        if operand.size != size or not all(a == b for n, a, b in strides if n > 1):
+        strides = zip(size, of_stride, stride, strict=False)
+        if of_size != size or not all(a == b for n, a, b in strides if n > 1):
             raise NotComputableError("a tensor is laid out otherwise than the generated code expects")
+
+    def layout(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Size and stride of a tensor: of a constant, too (Note [Seeds of attention])."""
+        memory = self.memories[place.memory]
+        constant = memory.constant.constant if memory is not None and memory.constant is not None else None
+        if isinstance(constant, torch.Tensor) and place.size is None:
+            return tuple(constant.size()), tuple(constant.stride())
+        operand = self.operand(place)
+        return operand.size, operand.stride
 
     def drop(self, event: Drop) -> None:
         memory = self.memories[event.memory]

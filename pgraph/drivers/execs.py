@@ -102,7 +102,13 @@ class ExecSet:
 
 
 class Computing(Protocol):
-    """Tells recordings of sizes that were not captured (`pgraph.compute`)."""
+    """Tells recordings of sizes that were not captured (`pgraph.compute`).
+
+    Attributes:
+        latest: what was in the way of the last recording that was tried in vain.
+    """
+
+    latest: str | None
 
     @property
     def reason(self) -> str | None:

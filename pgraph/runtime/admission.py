@@ -183,6 +183,8 @@ class Admission:
             program = None
         if program is None:
             self._cache.economy.wasted(trial.clock() - start)
+            computer = self._cache.shelf.computer
+            self._stats.met.latest = computer.latest if computer is not None else None
             return
         specialization.warmed()
         self._made(specialization, args, program)

@@ -24,12 +24,14 @@ class Met:
         numbers: which of them are numbers among the user's arguments, and no sizes.
         sizes: of these dimensions, each that came.
         obstacle: why recordings are captured, and none is computed, if that is known.
+        latest: why one was not computed, of all the last.
     """
 
     labels: tuple[str, ...] = ()
     numbers: frozenset[int] = frozenset()
     sizes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     obstacle: str | None = None
+    latest: str | None = None
 
     def note(self, sizes: tuple[int, ...]) -> None:
         """They came."""
@@ -38,7 +40,7 @@ class Met:
 
     def at_present(self) -> Met:
         """A copy."""
-        return Met(self.labels, self.numbers, set(self.sizes), self.obstacle)
+        return Met(self.labels, self.numbers, set(self.sizes), self.obstacle, self.latest)
 
     def padding(self) -> str | None:
         """What padding would gain; None if nothing much. Only a size can be padded."""
@@ -68,6 +70,7 @@ class SizesTold:
         refused: that cannot be captured.
         exec_bytes, recipe_bytes: of the device's memory and of the host's that they take now.
         obstacle: why none is computed, if that is known.
+        latest: why the last that was not computed was not, if any is.
         padding: what that would gain, in words.
     """
 
@@ -78,10 +81,14 @@ class SizesTold:
     exec_bytes: int
     recipe_bytes: int
     obstacle: str | None
+    latest: str | None
     padding: str | None
 
     def __str__(self) -> str:
         told = f"{self.met} met, {self.captured} captured, {self.computed} computed, {self.refused} refused; "
         told += f"{self.exec_bytes:,} B of execs, {self.recipe_bytes:,} B of the host's memory"
-        told += f"; none is computed: {self.obstacle}" if self.obstacle else ""
+        if self.obstacle is not None:
+            told += f"; none is computed: {self.obstacle}"
+        elif self.latest is not None:
+            told += f"; of those that were not computed the last was not because {self.latest}"
         return f"sizes: {told}" + (f"; {self.padding}" if self.padding else "")

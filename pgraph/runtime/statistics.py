@@ -99,6 +99,7 @@ class PartitionStats:
             exec_bytes=self.exec_bytes,
             recipe_bytes=self.recipe_bytes,
             obstacle=self.met.obstacle,
+            latest=self.met.latest,
             padding=self.met.padding(),
         )
 

@@ -38,19 +38,12 @@ from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import snapshot, triton, workspaces
+from pgraph.drivers.cuda.allocator_log import allocator_trace, clear_trace, last_logged, read_trace
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.counts import Counting, NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
 from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
-from pgraph.drivers.cuda.ghost import (
-    CudaArena,
-    GhostPools,
-    allocator_trace,
-    clear_trace,
-    last_logged,
-    read_trace,
-    unlimited,
-)
+from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, unlimited
 from pgraph.drivers.cuda.graph import CudaGraph
 from pgraph.drivers.cuda.native import native_calls
 from pgraph.drivers.cuda.nodes import check as _check
@@ -222,15 +215,15 @@ class CudaDriver(Driver):
         stream = self._capture_stream()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(unlimited(self.device))
+            stack.enter_context(self._peaks_noted())
+            stack.enter_context(torch.cuda.stream(stream))
+            pools = stack.enter_context(GhostPools(arena))
             shared_history = stack.enter_context(allocator_trace())
             if shared_history:
                 arena.since = last_logged(arena.device.index)
             if not shared_history or arena.since >= 0:
                 arena.stream = stream.cuda_stream
-            stack.enter_context(unlimited(self.device))
-            stack.enter_context(self._peaks_noted())
-            stack.enter_context(torch.cuda.stream(stream))
-            pools = stack.enter_context(GhostPools(arena))
             session = CudaSession(arena, stream, pools, shared_history, self._counting)
             try:
                 yield session

@@ -10,30 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import check
-from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, HiddenAllocation, further, next_start
+from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, further, next_start
 from pgraph.errors import DriverError
 from pgraph.native import libraries
 from pgraph.native.structs import ArenaState
 
-__all__ = [
-    "CudaArena",
-    "GhostPools",
-    "allocator_trace",
-    "clear_trace",
-    "last_logged",
-    "read_trace",
-    "unlimited",
-]
+__all__ = ["CudaArena", "GhostPools", "unlimited"]
 
 _RESERVE = 1 << 40
 _CHUNKS = (32 << 20, 2 << 20)  # physical bytes; the smaller where the device is nearly full
@@ -111,6 +101,10 @@ class CudaArena(Arena):
     def segments(self) -> int:
         """How many ranges the caching allocator has been given: each holds one allocation or more."""
         return int(self.state.count) - self._direct
+
+    def discount(self, segments: int) -> None:
+        """Leave out ranges that hold nothing of a capture."""
+        self._direct += segments
 
     def take(self, nbytes: int, phase: int = 0) -> int:
         self._direct += 1
@@ -220,7 +214,18 @@ def _python_free(ptr: int | None, size: int, device: int, stream: int | None) ->
 
 
 class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
-    """While active, what this thread allocates on the arena's device is ghost memory."""
+    """While active, what this thread allocates on the arena's device is ghost memory.
+
+    Note [Pools of the program's own]
+    A pool that the thread uses already (`torch.cuda.use_mem_pool`) goes before those of a capture: the
+    capture's temporaries would lie in it, and launches would write there. And a pool that is destroyed
+    meanwhile ends the process: the allocator then waits for events, asserts that no pool is in use, and does
+    so in a destructor. So one allocation tells, before anything is captured, whether memory comes from the
+    arena; where it does not, the pool that found that out stays for ever, empty.
+
+    Raises:
+        DriverError: memory comes from elsewhere.
+    """
 
     def __init__(self, arena: CudaArena) -> None:
         self._arena = arena
@@ -235,12 +240,30 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         _current = self._arena
         self._allocator = _allocator()
         self._open()
+        if not self._ours():
+            self._close()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pools.pop()))
+            self._deactivate()
+            raise DriverError("a memory pool of the program's own is in use")
+        self._close()
+        self._pools.clear()  # what the first op asks for is new, and the peak statistics hardly notice
+        self._open()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        global _current
         self._close()
         self._pools.clear()
+        self._deactivate()
+
+    def _ours(self) -> bool:
+        """Whether memory comes from the arena."""
+        before = self._arena.segments
+        address = torch.empty(1, dtype=torch.uint8, device=self._arena.device).data_ptr()
+        self._arena.discount(self._arena.segments - before)
+        return self._arena.low <= address < self._arena.high
+
+    def _deactivate(self) -> None:
+        global _current
         library = libraries.load()
         if library is not None:
             library.pg_arena_activate(None)
@@ -289,85 +312,3 @@ def unlimited(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(share, device)
-
-
-# -- the allocator's own log --------------------------------------------------------------------
-
-# A block is asked back before it is given back.
-_NOT_READ = ("free_completed", "segment_alloc", "segment_free", "oom", "snapshot")
-
-
-@contextlib.contextmanager
-def allocator_trace() -> Iterator[bool]:
-    """Have the caching allocator log what it does; True if it does so already, for the user.
-
-    The user's own recording goes on untouched, and may keep fewer entries than a capture makes.
-    """
-    if torch._C._cuda_isHistoryEnabled():
-        yield True
-        return
-    clear_trace()
-    try:
-        yield False
-    finally:
-        torch.cuda.memory._record_memory_history(None)
-
-
-def clear_trace() -> None:
-    """Have the log begin anew; only where it is not the user's."""
-    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True, **_left_out())
-
-
-@functools.cache
-def _left_out() -> dict[str, Any]:
-    """What tells the log to leave out what is not read, if this PyTorch can: each entry takes time."""
-    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-    return {"skip_actions": list(_NOT_READ)} if "skip_actions" in known else {}
-
-
-def last_logged(device: int) -> int:
-    """When the last entry of a device's log was made, in microseconds; -1 if there is none."""
-    return max(map(_time_of, snapshot.log(device)), default=-1)
-
-
-def _time_of(entry: dict[str, Any]) -> int:
-    return int(entry.get("time_us", -1))
-
-
-def read_trace(
-    arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()
-) -> list[HiddenAllocation]:
-    """Every allocation that the caching allocator placed in the arena, oldest first.
-
-    Args:
-        pool: id of one of its pools; that is faster.
-        before: what was read before the log was cleared.
-
-    Raises:
-        DriverError: memory for the arena's stream came from elsewhere, and launches would write to it. A pool
-            that the thread uses already (`torch.cuda.use_mem_pool`) goes before those of a capture.
-    """
-    found = _replayed(arena, pool, before)
-    return found if len(found) >= arena.segments else _replayed(arena, None, before)
-
-
-def _replayed(
-    arena: CudaArena, pool: tuple[int, int] | None, before: Sequence[HiddenAllocation]
-) -> list[HiddenAllocation]:
-    sizes = {h.address: h.nbytes for h in before}
-    alive = {h.address for h in before if not h.freed}
-    for entry in snapshot.log(arena.device.index, pool):
-        address = entry.get("addr", -1)  # none where memory ran out
-        if -1 < _time_of(entry) <= arena.since:
-            continue
-        if not arena.low <= address < arena.high:
-            on = entry.get("stream")
-            if entry["action"] == "alloc" and arena.stream is not None and on == arena.stream:
-                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
-            continue
-        if entry["action"] == "alloc":
-            sizes[address] = max(sizes.get(address, 0), entry["size"])
-            alive.add(address)
-        elif entry["action"] in ("free_requested", "free_completed"):
-            alive.discard(address)
-    return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]

@@ -1,0 +1,97 @@
+"""What the caching allocator did during a capture, from its own log."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pgraph.drivers.cuda import snapshot
+from pgraph.drivers.cuda.ghost import CudaArena
+from pgraph.drivers.interface import HiddenAllocation
+from pgraph.errors import DriverError
+
+__all__ = ["allocator_trace", "clear_trace", "last_logged", "read_trace"]
+
+# A block is asked back before it is given back.
+_NOT_READ = ("free_completed", "segment_alloc", "segment_free", "oom", "snapshot")
+
+
+@contextlib.contextmanager
+def allocator_trace() -> Iterator[bool]:
+    """Have the caching allocator log what it does; True if it does so already, for the user.
+
+    The user's own recording goes on untouched, and may keep fewer entries than a capture makes.
+    """
+    if torch._C._cuda_isHistoryEnabled():
+        yield True
+        return
+    clear_trace()
+    try:
+        yield False
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def clear_trace() -> None:
+    """Have the log begin anew; only where it is not the user's."""
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True, **_left_out())
+
+
+@functools.cache
+def _left_out() -> dict[str, Any]:
+    """What tells the log to leave out what is not read, if this PyTorch can: each entry takes time."""
+    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    return {"skip_actions": list(_NOT_READ)} if "skip_actions" in known else {}
+
+
+def last_logged(device: int) -> int:
+    """When the last entry of a device's log was made, in microseconds; -1 if there is none."""
+    return max(map(_time_of, snapshot.log(device)), default=-1)
+
+
+def _time_of(entry: dict[str, Any]) -> int:
+    return int(entry.get("time_us", -1))
+
+
+def read_trace(
+    arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()
+) -> list[HiddenAllocation]:
+    """Every allocation that the caching allocator placed in the arena, oldest first.
+
+    Args:
+        pool: id of one of its pools; that is faster.
+        before: what was read before the log was cleared.
+
+    Raises:
+        DriverError: memory for the arena's stream came from elsewhere, and launches would write to it
+            (Note [Pools of the program's own]).
+    """
+    found = _replayed(arena, pool, before)
+    return found if len(found) >= arena.segments else _replayed(arena, None, before)
+
+
+def _replayed(
+    arena: CudaArena, pool: tuple[int, int] | None, before: Sequence[HiddenAllocation]
+) -> list[HiddenAllocation]:
+    sizes = {h.address: h.nbytes for h in before}
+    alive = {h.address for h in before if not h.freed}
+    for entry in snapshot.log(arena.device.index, pool):
+        address = entry.get("addr", -1)  # none where memory ran out
+        if -1 < _time_of(entry) <= arena.since:
+            continue
+        if not arena.low <= address < arena.high:
+            on = entry.get("stream")
+            if entry["action"] == "alloc" and arena.stream is not None and on == arena.stream:
+                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
+            continue
+        if entry["action"] == "alloc":
+            sizes[address] = max(sizes.get(address, 0), entry["size"])
+            alive.add(address)
+        elif entry["action"] in ("free_requested", "free_completed"):
+            alive.discard(address)
+    return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]
