@@ -222,8 +222,8 @@ def test_results_that_are_no_fresh_tensors(output: OutputSpec, why: str) -> None
 @pytest.mark.parametrize("expected", [(), (2,)])
 def test_a_result_on_the_host_is_checked_as_it_is(expected: tuple[int, ...]) -> None:
     """Attention's seed, which no kernel reads."""
-    body = f"y = torch.ops.aten.relu.default(args[1])\nassert_size_stride(y, {expected}, {expected})\nreturn (y, )"
-    script = script_of(body, 6, torch.ones(6))
+    check = f"assert_size_stride(y, {expected}, {expected})"
+    script = script_of(f"y = torch.ops.aten.relu.default(args[1])\n{check}\nreturn (y, )", 6, torch.ones(6))
     seed = torch.tensor(0)
 
     def site(event: Call, arguments: Sequence[Any]) -> Proved:

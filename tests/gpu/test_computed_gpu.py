@@ -73,10 +73,20 @@ class Convolutions(nn.Module):
 
 MODELS = {
     "attention, bf16": (Layers, torch.bfloat16),
+    "flash attention, bf16": (Layers, torch.bfloat16),
     "attention, fp32": (Layers, torch.float32),
     "products, bf16": (Products, torch.bfloat16),
     "convolutions, fp32": (Convolutions, torch.float32),
 }
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without cuDNN's attention where flash attention is meant."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and "flash" not in request.node.name)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def computers() -> list[Computer]:
