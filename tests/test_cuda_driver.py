@@ -154,64 +154,75 @@ class Pools:
     """PyTorch's memory pools: what is in use, what is gone.
 
     Args:
-        address: of what is allocated.
+        before: pools that the program has made.
+        segment: id of the pool that memory comes from, and where it begins.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, address: int) -> None:
-        self.used: list[int] = []
+    def __init__(self, patch: pytest.MonkeyPatch, before: int = 0, segment: Any = ((0, 0), 4096)) -> None:
+        self.used: list[tuple[int, int]] = []
         self.made: list[weakref.ref[Any]] = []
+        self.given_back: list[int] = []
         self.count = 0  # ranges that the allocator was given
         pools = self
 
         class MemPool:
             def __init__(self, allocator: Any, no_split: bool) -> None:
                 pools.made.append(weakref.ref(self))
-                self.id = 0, len(pools.made)
+                self.id = 0, before + len(pools.made)
 
-        def empty(*_: Any, **__: Any) -> Any:
-            pools.count += 1
-            return SimpleNamespace(data_ptr=lambda: address)
-
-        patch.setattr(torch.cuda, "MemPool", MemPool)
-        patch.setattr(torch, "empty", empty)
+        pool, address = segment
+        told = {"address": address, "total_size": 2 << 20, "segment_pool_id": pool}
+        patch.setattr(cuda_ghost.snapshot, "segments", lambda: [told])
+        patch.setattr(cuda_ghost, "_made", 0)
+        patch.setattr(cuda_ghost, "_allocator", lambda: None)
+        patch.setattr(cuda_ghost.libraries, "load", lambda: None)
+        for name, function in {
+            "MemPool": MemPool,
+            "default_stream": lambda device: None,
+            "caching_allocator_alloc": lambda nbytes, device, stream: 8192,
+            "caching_allocator_delete": self.given_back.append,
+        }.items():
+            patch.setattr(torch.cuda, name, function)
         for name, function in {
             "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: self.used.append(pool),
             "_cuda_endAllocateToPool": lambda device, pool: self.used.remove(pool),
             "_cuda_releasePool": lambda device, pool: None,
         }.items():
             patch.setattr(torch._C, name, function, raising=False)
-        patch.setattr(cuda_ghost, "_allocator", lambda: None)
-        patch.setattr(cuda_ghost.libraries, "load", lambda: None)
+        self.arena = object.__new__(cuda_ghost.CudaArena)
+        self.arena._device, self.arena._direct, self.arena.state = torch.device("cuda", 0), 0, self
 
     @property
     def alive(self) -> list[bool]:
         return [pool() is not None for pool in self.made]
 
 
-def _arena(pools: Pools) -> Any:
-    arena = object.__new__(cuda_ghost.CudaArena)
-    arena._device, arena._direct, arena.low, arena.high = torch.device("cuda", 0), 0, 1000, 2000
-    arena.state = pools
-    return arena
-
-
-def test_a_capture_does_not_begin_inside_a_pool_of_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory would not be ghosts', and PyTorch ends the process if a pool is destroyed there."""
-    pools = Pools(monkeypatch, address=9000)
-    with pytest.raises(DriverError, match="pool of the program's own"), cuda_ghost.GhostPools(_arena(pools)):
+def test_nothing_is_captured_inside_a_pool_of_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch ends the process if a pool is destroyed there."""
+    pools = Pools(monkeypatch, before=1, segment=((0, 1), 4096))
+    with pytest.raises(DriverError, match="pool of the program's own"), cuda_ghost.GhostPools(pools.arena):
         pass
     gc.collect()
     assert pools.alive == [True]
     assert pools.used == []
+    assert pools.given_back == [8192]
     assert cuda_ghost._current is None
 
 
-def test_what_was_allocated_to_try_is_no_part_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = Pools(monkeypatch, address=1500)
-    arena = _arena(pools)
-    with cuda_ghost.GhostPools(arena) as ghosts:
-        assert arena.segments == 0
-        assert pools.alive == [False, True]
-        assert pools.used == [(0, 2)] == [ghosts.latest]
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("segment", [((0, 0), 4096), ((0, 1), 16384), ((0, 1), 0)])
+def test_pools_that_are_not_in_use_are_in_nobodys_way(
+    before: int, segment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the program has none, nothing is asked."""
+    if segment == ((0, 1), 0):
+        segment = (0, 1), 8192 - (2 << 20)  # ends where the memory begins
+    pools = Pools(monkeypatch, before, segment)
+    with cuda_ghost.GhostPools(pools.arena) as ghosts:
+        assert pools.used == [(0, before + 1)] == [ghosts.latest]
+        pools.count += 1
+        ghosts.refresh()
+        assert pools.used == [(0, before + 2)] == [ghosts.latest]
     assert pools.alive == [False, False]
     assert pools.used == []
+    assert pools.given_back == ([8192] if before else [])

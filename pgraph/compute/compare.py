@@ -11,7 +11,10 @@ a struct of a built-in op's kernel:
 
 * the lower halves are equal, and each upper half is zero or that of memory which is mapped in this process:
   a number of four bytes, and padding beside it;
-* one of the two is, as a whole, an address of such memory: no kernel reads that.
+* one of the two is, as a whole, an address of such memory: no kernel reads that;
+* the kernel is one of those that leave most of a table unfilled (`pgraph.template.kernel_names`): what lies
+  there need not be an address. What a built-in op computes for a struct depends on nothing but what it is
+  given, and that was the same. Its kernel, grid and pointers are compared like any others.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 from pgraph.compute.host_memory import HostMemory
+from pgraph.template.kernel_names import leaves_words_over
 from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 
@@ -150,7 +154,7 @@ def _left_over(node: NodeRecord, offset: int, x: int, y: int, host: HostMemory) 
     """See Note [Left-over host addresses]."""
     if not any(first <= offset < end for first, end in node.structs):
         return False
-    if x in host or y in host:
+    if x in host or y in host or (host.ranges and leaves_words_over(node.name)):
         return True
     halves = {x // _HALF, y // _HALF} - {0}
     return x % _HALF == y % _HALF and all(map(host.has_upper, halves))

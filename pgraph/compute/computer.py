@@ -92,7 +92,7 @@ class Computer:
         except Exception as e:  # whatever it was: a capture does without
             self._failed(e)
             return None
-        self._failures = 0
+        self._failures, self.latest = 0, None
         return found
 
     def learn(

@@ -184,7 +184,8 @@ class Admission:
         if program is None:
             self._cache.economy.wasted(trial.clock() - start)
             computer = self._cache.shelf.computer
-            self._stats.met.latest = computer.latest if computer is not None else None
+            told = computer.latest if computer is not None else None
+            self._stats.met.latest = told or "no exec of another size has its kernels"
             return
         specialization.warmed()
         self._made(specialization, args, program)

@@ -1,10 +1,12 @@
-"""Names of kernels whose parameters may hold left-over addresses (Note [Left-over addresses]). Data only."""
+"""Names of kernels whose parameters may hold left-over addresses (Note [Left-over addresses])."""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Final
 
-__all__ = ["ATTENTION_KERNELS", "CUDNN_KERNELS", "OPERAND_KERNELS"]
+__all__ = ["CUDNN_KERNELS", "leaves_words_over"]
 
 
 # PyTorch's kernels whose tables of fixed size are filled as far as the op has operands. They are given
@@ -37,3 +39,16 @@ ATTENTION_KERNELS: Final = (
     r"fmha_cutlassF_\w+?N22PyTorchMemEffAttention",
     r"fmha_cutlassB_\w+?N22PyTorchMemEffAttention",
 )
+
+# As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
+_ANY: Final = re.compile(
+    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I"
+    rf"|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
+    rf"|\w*({'|'.join(CUDNN_KERNELS)})"
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def leaves_words_over(name: str) -> bool:
+    """Whether a kernel of this name is one of those that leave words of their structs as they were."""
+    return _ANY.match(name) is not None

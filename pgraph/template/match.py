@@ -53,8 +53,8 @@ eight bytes has no padding. For a struct's words, what is known of built-in ops 
   other) or what is refused by name (`pgraph.ops.op_names`: states of recurrent nets). Would a later version
   keep a buffer, a kernel would get the address at which it begins: such a word is refused, one that points
   inside a block is not. Kernels that leave most of a table unfilled, or mix addresses with numbers of half
-  their size, take no such buffer (`OPERAND_KERNELS`, `ATTENTION_KERNELS` and `CUDNN_KERNELS` there); they
-  are not refused, for the framework's memory often begins where the lower half of an address is zero.
+  their size, take no such buffer (`pgraph.template.kernel_names`); they are not refused, for the framework's
+  memory often begins where the lower half of an address is zero.
 
 A custom op may use buffers of its own in turn, and nothing tells, so there all of these words are refused.
 
@@ -63,14 +63,13 @@ Cost: O(regions), and O(log(regions)) for each word that moves.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
-from pgraph.template.kernel_names import ATTENTION_KERNELS, CUDNN_KERNELS, OPERAND_KERNELS
+from pgraph.template.kernel_names import leaves_words_over
 from pgraph.template.plain_regions import PlainRegions, suspects
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
@@ -79,12 +78,6 @@ from pgraph.template.template import Slot
 __all__ = ["match"]
 
 _PLAIN = (int, float, bool, str, complex)
-# As C++ compilers write them: in `at::native` or an unnamed namespace in it; then template arguments.
-_OPERAND_KERNEL = re.compile(
-    rf"_ZN2at6native(\d+_GLOBAL__N_\w*?)?\d+({'|'.join(OPERAND_KERNELS)})I"
-    rf"|_Z\d+({'|'.join(ATTENTION_KERNELS)})"
-    rf"|\w*({'|'.join(CUDNN_KERNELS)})"
-)
 _MASK = (1 << 64) - 1
 
 
@@ -222,7 +215,7 @@ class _Matcher:
         )
 
     def _may_be_a_buffer(self, word: _Word, value: int, offset: int) -> bool:
-        return not (offset or value in self._workspaces or _OPERAND_KERNEL.match(word.record.name))
+        return not (offset or value in self._workspaces or leaves_words_over(word.record.name))
 
     def _moving(self, word: _Word, va: int, vb: int) -> Slot | None:
         regions = self._moved.get((va - vb) & _MASK)

@@ -134,8 +134,9 @@ def test_new_sizes_are_right(name: str, train: bool) -> None:
     reasons = [computer.reason for computer in computers()]
     assert reasons
     assert set(reasons) == {None}, f"{reasons}{explain()}"
-    # Dynamo may compile some sizes anew.
-    assert pgraph.report().computed >= len(NEW) // 2, explain()
+    # Dynamo may compile some sizes anew. In bf16 cuBLAS has kernels for some that no exec has yet.
+    few = not train and "attention, bf16" in name
+    assert pgraph.report().computed >= (1 if few else len(NEW) // 2), explain()
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import check
 from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, further, next_start
 from pgraph.errors import DriverError
@@ -101,10 +102,6 @@ class CudaArena(Arena):
     def segments(self) -> int:
         """How many ranges the caching allocator has been given: each holds one allocation or more."""
         return int(self.state.count) - self._direct
-
-    def discount(self, segments: int) -> None:
-        """Leave out ranges that hold nothing of a capture."""
-        self._direct += segments
 
     def take(self, nbytes: int, phase: int = 0) -> int:
         self._direct += 1
@@ -217,14 +214,15 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
     """While active, what this thread allocates on the arena's device is ghost memory.
 
     Note [Pools of the program's own]
-    A pool that the thread uses already (`torch.cuda.use_mem_pool`) goes before those of a capture: the
-    capture's temporaries would lie in it, and launches would write there. And a pool that is destroyed
-    meanwhile ends the process: the allocator then waits for events, asserts that no pool is in use, and does
-    so in a destructor. So one allocation tells, before anything is captured, whether memory comes from the
-    arena; where it does not, the pool that found that out stays for ever, empty.
+    A pool that is destroyed while another one is in use (`torch.cuda.use_mem_pool`) ends the process: the
+    allocator then waits for events, asserts that no pool is in use, and does so in a destructor. And which of
+    two pools of a thread memory comes from depends on the version; from the program's, it would be written to
+    by each launch. So nothing is captured there. Whether the thread uses a pool is told by where memory comes
+    from. That takes long in a large program, and is asked only if the program has pools: they are numbered.
+    The pool that was made to find that out stays for ever, empty.
 
     Raises:
-        DriverError: memory comes from elsewhere.
+        DriverError: the thread uses another pool.
     """
 
     def __init__(self, arena: CudaArena) -> None:
@@ -234,36 +232,21 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
 
     def __enter__(self) -> GhostPools:
         global _current
+        first, alone = _pool()
+        if not alone and _uses_a_pool(self._arena.device):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(first))
+            raise DriverError("a memory pool of the program's own is in use")
         library = libraries.load()
         if library is not None:
             library.pg_arena_activate(ctypes.addressof(self._arena.state))
         _current = self._arena
-        self._allocator = _allocator()
-        self._open()
-        if not self._ours():
-            self._close()
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pools.pop()))
-            self._deactivate()
-            raise DriverError("a memory pool of the program's own is in use")
-        self._close()
-        self._pools.clear()  # what the first op asks for is new, and the peak statistics hardly notice
-        self._open()
+        self._begin(first)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        global _current
         self._close()
         self._pools.clear()
-        self._deactivate()
-
-    def _ours(self) -> bool:
-        """Whether memory comes from the arena."""
-        before = self._arena.segments
-        address = torch.empty(1, dtype=torch.uint8, device=self._arena.device).data_ptr()
-        self._arena.discount(self._arena.segments - before)
-        return self._arena.low <= address < self._arena.high
-
-    def _deactivate(self) -> None:
-        global _current
         library = libraries.load()
         if library is not None:
             library.pg_arena_activate(None)
@@ -279,10 +262,9 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         # Used: the allocator has asked for memory. A pool without any has nothing to hand out again.
         if self._arena.segments != self._used_at:
             self._close()
-            self._open()
+            self._begin(_pool()[0])
 
-    def _open(self) -> None:
-        pool = torch.cuda.MemPool(self._allocator, no_split=True)
+    def _begin(self, pool: Any) -> None:
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._arena.device.index, pool.id)
         self._pools.append(pool)
         self._used_at = self._arena.segments
@@ -291,6 +273,30 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         pool = self._pools[-1]
         torch._C._cuda_endAllocateToPool(self._arena.device.index, pool.id)
         torch._C._cuda_releasePool(self._arena.device.index, pool.id)
+
+
+_made = 0  # pools
+
+
+def _pool() -> tuple[Any, bool]:
+    """A new pool of ghosts, and whether all pools of the process were made here."""
+    global _made
+    _made += 1
+    pool = torch.cuda.MemPool(_allocator(), no_split=True)
+    return pool, tuple(pool.id) == (0, _made)
+
+
+def _uses_a_pool(device: torch.device) -> bool:
+    """Whether what this thread allocates comes from a pool."""
+    address = torch.cuda.caching_allocator_alloc(1, device, torch.cuda.default_stream(device))
+    try:
+        return any(
+            segment["address"] <= address < segment["address"] + segment["total_size"]
+            and tuple(segment["segment_pool_id"]) != (0, 0)
+            for segment in snapshot.segments()
+        )
+    finally:
+        torch.cuda.caching_allocator_delete(address)
 
 
 @contextlib.contextmanager
