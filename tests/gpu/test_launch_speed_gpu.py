@@ -116,7 +116,7 @@ def test_a_change_of_sizes_costs_little_and_leaves_the_graph_fast() -> None:
 
 def test_what_a_new_size_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a capture: seconds per node of both, the median. In float32: cuDNN's attention, which takes
-    none, plans each new size for tens of ms, in the uncaptured run before a capture or while one is computed."""
+    none, plans each size for tens of ms, in the uncaptured run before a capture or while one is computed."""
     spent: dict[bool, list[float]] = {False: [], True: []}
     real: Callable[..., Any] = admission.build
 
