@@ -16,6 +16,7 @@ import torch
 from backends import pgraph_report
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
+from strain import Strain
 from torch import Tensor
 from worker import Device, quantile
 
@@ -120,7 +121,10 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     device.drain()
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
     allocations = device_allocations(device)
-    times = device.timed(step, max(10, min(STEPS, int(job.seconds / took))))
+    rewritten = rewritten_nodes(job)
+    with Strain() as strain:
+        times = device.timed(step, max(10, min(STEPS, int(job.seconds / took))))
+    again = rewritten_nodes(job)
     allocated = device_allocations(device)
     memory = device.memory()
     issue = device.issue(step, ISSUE_STEPS)
@@ -143,11 +147,19 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         **memory,
         "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / len(times),
         "timed_steps": len(times),
+        **strain.per(len(times)),
+        "rewritten": None if again is None else (again - (rewritten or 0)) / len(times),
         "compile_s": warm_s[0],
         "capture_s": capture_s,
         "result": value,
         **(coverage_of(report) if report is not None else {}),
     }
+
+
+def rewritten_nodes(job: Job) -> int | None:
+    """Nodes that pgraph's launches have set so far; None for other backends."""
+    report = pgraph_report() if job.backend == "pgraph" else None
+    return None if report is None else int(report.rewritten_nodes)
 
 
 def device_allocations(device: Device) -> int | None:

@@ -16,7 +16,9 @@ from pgraph.runtime import registry
 
 pytestmark = pytest.mark.gpu
 
-WARM = (24, 24, 40, 40, 96, 96, 130, 130)  # the first capture is not compared, the next three are
+WARM = (24, 24, 40, 40, 96, 96, 136, 136, 130, 130, 50, 50, 70, 70, 90, 90)
+"""The first capture is not compared, the next three are. For flash attention Dynamo compiles multiples of 8
+by themselves, and others by themselves."""
 NEW = (33, 17, 64, 257, 512, 100, 8, 48)
 WIDE = 256
 
@@ -150,4 +152,5 @@ def test_computed_and_captured_are_the_same(name: str, train: bool) -> None:
         step(compiled, randn(n, WIDE, dtype=dtype), train=train)
     assert [c.reason for c in computers()] == [None] * len(computers()), explain()
     assert computers()
-    assert all(c._compared >= len(NEW) for c in computers()), [c._compared for c in computers()]
+    compared = [c._compared for c in computers()]
+    assert sum(compared) >= len(NEW) * (2 if train else 1), compared
