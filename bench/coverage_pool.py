@@ -5,11 +5,15 @@ child that is ready says so and waits. The parent stops every other child's proc
 until the kernel reports it), lets the measuring one go, and takes its figures. What a stopped child had
 queued on the GPU runs out within milliseconds; the measuring child idles first. Then the parent reads
 the device's used memory, lets the measured child exit, and reads it again: nobody else could allocate, so the
-difference is that process's memory, its CUDA context included. Only then do the others go on. A stopped child
-may hold a lock of the compile cache: the measuring one has compiled already and needs none.
+difference is that process's memory, its CUDA context included. A stopped child may hold a lock of the compile
+cache: the measuring one has compiled already and needs none.
+
+Note [In turns]: On a shared machine the host may run half as fast for some seconds. So the backends of one
+model and mode wait until all of them are ready, and measure in turns, a few steps each, until each has its
+figures.
 
 Note [The first one compiles for all]: The backends of one model and mode compile much the same kernels. The
-first starts alone; when it has ended, and the compile cache has its kernels, the others start, in less than
+first starts alone; when it is ready, and the compile cache has its kernels, the others start, in less than
 half of the time each (Inductor, H200: 82 s, then 37 s for a conv net). Other models' children start between.
 
 Not a program: `coverage.py` imports it.
@@ -37,7 +41,8 @@ from workers import last_error
 
 Fields = dict[str, Any]
 Work = Callable[[Job, Callable[[], None]], Fields]
-"""``(job, alone)`` to the fields of a row; ``alone()`` returns once all other children stand still."""
+"""``(job, alone)`` to the fields of a row; ``alone()`` returns once all other children stand still. It may be
+called again: then others that are measured with this one have their turn before."""
 
 MEASURING_S = 60.0
 IDLE_S = 0.03
@@ -64,6 +69,7 @@ class Child:
         self.started = time.monotonic()
         self.due = self.started + timeout
         self.ready = False
+        self.fields: Fields | None = None  # of its row, once there are any
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to the child and to what it started."""
@@ -118,16 +124,21 @@ class Pool:
         waiting, living, compiled = list(jobs), list[Child](), set[tuple[str, ...]]()
         try:
             while (waiting or living) and not self._late():
-                while len(living) < self.size and (job := startable(waiting, living, compiled)):
+                busy = sum(not child.ready for child in living)
+                while busy < self.size and (job := startable(waiting, living, compiled, self.size)):
                     waiting.remove(job)
                     living.append(Child(job, self.work, self.timeout, self._log(job)))
+                    busy += 1
                 for child in self._news(living):
-                    fields = self._hear(child, living)
-                    if fields is not None:
-                        living.remove(child)
-                        child.end()
+                    self._hear(child)
+                    if child.ready or child.fields is not None:
                         compiled.add(_kernels(child.job))
-                        yield child.job, {**fields, "child_s": time.monotonic() - child.started}
+                if group := complete(waiting, living):
+                    self._measure(group, living)
+                for child in [child for child in living if child.fields is not None]:
+                    living.remove(child)
+                    child.end()
+                    yield child.job, {**(child.fields or {}), "child_s": time.monotonic() - child.started}
         finally:
             for child in living:
                 child.end()
@@ -143,44 +154,55 @@ class Pool:
         sources = {child.link: child for child in living} | {c.process.sentinel: c for c in living}
         found = {id(sources[source]): sources[source] for source in wait(list(sources), 0.5)}
         now = time.monotonic()
-        return [child for child in living if id(child) in found or now > child.due]
+        return [child for child in living if id(child) in found or (now > child.due and not child.ready)]
 
-    def _hear(self, child: Child, living: list[Child]) -> Fields | None:
-        """Handle what `child` has to say; its fields if it is through."""
+    def _hear(self, child: Child) -> None:
+        """Note what `child` has to say: that it is ready, or its fields."""
         try:
             if child.link.poll():
                 kind, fields = child.link.recv()
-                return fields if kind == "row" else self._measure(child, living)
+                if kind == "row":
+                    child.fields = fields
+                else:
+                    child.ready = True
+                return
         except (EOFError, ConnectionError):
             child.process.join(10)
         if child.process.exitcode is not None:
-            return child.fate()
-        if time.monotonic() > child.due:
-            return {"status": f"timeout: no result after {self.timeout:.0f} s"}
-        return None
+            child.fields = child.fate()
+        elif time.monotonic() > child.due:
+            child.fields = {"status": f"timeout: no result after {self.timeout:.0f} s"}
 
-    def _measure(self, child: Child, living: list[Child]) -> Fields:
-        """Let `child` measure while all others stand still, by Note [Alone on the GPU]."""
+    def _measure(self, group: Sequence[Child], living: Sequence[Child]) -> None:
+        """Let these measure in turns while all others stand still, by Note [Alone on the GPU]."""
         began = time.monotonic()
-        others = [other for other in living if other is not child]
+        others = [other for other in living if other not in group]
         try:
             for other in others:
                 other.signal(signal.SIGSTOP)
             while not all(other.stopped() for other in others) and time.monotonic() < began + 5:
                 time.sleep(0.001)
-            time.sleep(IDLE_S)
-            child.link.send("go")
-            if not child.link.poll(MEASURING_S):
-                return {"status": f"timeout: measuring took more than {MEASURING_S:.0f} s"}
-            fields: Fields = child.link.recv()[1]
-            return {**fields, "device_used_mb": self._released(child)}
-        except (EOFError, ConnectionError):
-            child.process.join(10)
-            return child.fate()
+            while left := [child for child in group if child.fields is None]:
+                for child in left:
+                    self._turn(child)
         finally:
             for other in others:
                 other.due += time.monotonic() - began
                 other.signal(signal.SIGCONT)
+
+    def _turn(self, child: Child) -> None:
+        try:
+            time.sleep(IDLE_S)
+            child.link.send("go")
+            if not child.link.poll(MEASURING_S):
+                child.fields = {"status": f"timeout: measuring took more than {MEASURING_S:.0f} s"}
+                return
+            kind, fields = child.link.recv()
+            if kind == "row":
+                child.fields = {**fields, "device_used_mb": self._released(child)}
+        except (EOFError, ConnectionError):
+            child.process.join(10)
+            child.fields = child.fate()
 
     def _released(self, child: Child) -> float | None:
         """MB of device memory that the process gives back by ending; None where it cannot be known."""
@@ -200,15 +222,31 @@ class Pool:
 
 
 def startable(
-    waiting: Sequence[Job], living: Sequence[Child], compiled: Collection[tuple[str, ...]]
+    waiting: Sequence[Job], living: Sequence[Child], compiled: Collection[tuple[str, ...]], groups: int
 ) -> Job | None:
-    """The first job that need not wait, by Note [The first one compiles for all]; None: all have to.
+    """The next job that need not wait, by Note [The first one compiles for all]; None: all have to.
+
+    Those that others wait for come first.
 
     Args:
-        compiled: whose first job has ended, as `_kernels` names them.
+        compiled: whose first job is ready or has ended, as `_kernels` names them.
+        groups: of jobs that are measured together, so many may be under way.
     """
-    compiling = {_kernels(child.job) for child in living}
-    return next((job for job in waiting if _kernels(job) in compiled or _kernels(job) not in compiling), None)
+    begun = {_kernels(child.job) for child in living}
+    mates = (job for job in waiting if _kernels(job) in compiled)
+    others = (job for job in waiting if _kernels(job) not in begun and len(begun) < groups)
+    return next(mates, None) or next(others, None)
+
+
+def complete(waiting: Sequence[Job], living: Sequence[Child]) -> list[Child]:
+    """Children that are measured together, by Note [In turns], if all of some group are ready."""
+    groups: dict[tuple[str, ...], list[Child]] = {}
+    for child in living:
+        if child.fields is None:
+            groups.setdefault(_kernels(child.job), []).append(child)
+    begun = {_kernels(job) for job in waiting}
+    found = (g for kernels, g in groups.items() if kernels not in begun and all(child.ready for child in g))
+    return next(found, [])
 
 
 def _kernels(job: Job) -> tuple[str, ...]:

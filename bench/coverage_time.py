@@ -26,6 +26,7 @@ WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
 ISSUE_STEPS = 10
 SETTLE_STEPS = 2
+TURNS = 5
 
 
 class Updater:
@@ -116,16 +117,18 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     alone()
     device.reset_peak()
     began = time.perf_counter()
-    for _ in range(SETTLE_STEPS):
-        step()
-    device.drain()
+    settle(step, device)
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
-    allocations = device_allocations(device)
-    rewritten = rewritten_nodes(job)
+    allocations, rewritten = device_allocations(device), rewritten_nodes(job)
+    times: list[float] = []
     with Strain() as strain:
-        times = device.timed(step, max(10, min(STEPS, int(job.seconds / took))))
-    again = rewritten_nodes(job)
-    allocated = device_allocations(device)
+        for turn in range(TURNS):
+            if turn:
+                alone()
+                settle(step, device)
+            times += device.timed(step, max(2, min(STEPS, int(job.seconds / took)) // TURNS))
+    allocated, again = device_allocations(device), rewritten_nodes(job)
+    steps = len(times) + SETTLE_STEPS * (TURNS - 1)
     memory = device.memory()
     issue = device.issue(step, ISSUE_STEPS)
     memory.pop("device_used_mb")  # the whole device's, while others are on it
@@ -145,15 +148,22 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "ms_p90": quantile(times, 0.9),
         "cpu_issue_ms": statistics.median(issue),
         **memory,
-        "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / len(times),
+        "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / steps,
         "timed_steps": len(times),
-        **strain.per(len(times)),
-        "rewritten": None if again is None else (again - (rewritten or 0)) / len(times),
+        **strain.per(steps),
+        "rewritten": None if again is None else (again - (rewritten or 0)) / steps,
         "compile_s": warm_s[0],
         "capture_s": capture_s,
         "result": value,
         **(coverage_of(report) if report is not None else {}),
     }
+
+
+def settle(step: Callable[[], Any], device: Device) -> None:
+    """Some steps that do not count: other processes had the caches, and the device was idle."""
+    for _ in range(SETTLE_STEPS):
+        step()
+    device.drain()
 
 
 def rewritten_nodes(job: Job) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -56,6 +57,8 @@ class Fakes:
                     time.sleep(0.001)
                 time.sleep(0.05)
                 ticks.write(f"{time.monotonic()}\n")
+        if job.model == "turns":
+            return self.in_turns(job, alone)
         if job.kind == "time":
             while not (self.folder / "ticks").exists():
                 time.sleep(0.01)
@@ -65,6 +68,19 @@ class Fakes:
             time.sleep(0.5)
             (self.folder / "measured").write_text(json.dumps([began, time.monotonic()]))
         return {"status": "ok", "model": job.model}
+
+    def in_turns(self, job: Any, alone: Callable[[], None]) -> dict[str, Any]:
+        """Three turns; the times of each. Backend z needs long to be ready, y ends after its second turn."""
+        time.sleep(1.0 if job.backend == "z" else 0.0)
+        spans = []
+        for _ in range(3):
+            alone()
+            if job.backend == "y" and len(spans) == 2:
+                raise RuntimeError("no third turn")
+            began = time.monotonic()
+            time.sleep(0.05)
+            spans.append((began, time.monotonic()))
+        return {"status": "ok", "spans": spans}
 
 
 def pool(load: Any, folder: Path, **changes: Any) -> Any:
@@ -87,7 +103,7 @@ def test_a_child_that_fails_leaves_a_status_and_the_rest_goes_on(load: Any, tmp_
 
 def test_the_deadline_kills_what_still_runs(load: Any, tmp_path: Path) -> None:
     jobs = [job(load, model="fine"), job(load, model="hang"), job(load, model="hang", mode="infer")]
-    jobs.append(job(load, model="fine"))
+    jobs.append(job(load, model="late"))
     began = time.monotonic()
     found = list(pool(load, tmp_path, deadline=began + 2).run(jobs))
     assert [j.model for j, _ in found] == ["fine"]
@@ -102,13 +118,43 @@ def test_the_first_backend_compiles_for_the_others(load: Any, tmp_path: Path) ->
     jobs = [*lists["train"], *lists["infer"], job(load, "time", "b")]
     startable = load("coverage_pool").startable
     living = [SimpleNamespace(job=jobs[0])]
-    assert startable(jobs[1:], living, set()) is jobs[3]
+    assert startable(jobs[1:], living, set(), 9) is jobs[3]
+    assert startable(jobs[1:], living, set(), 1) is None, "as many as may be under way"
     living.append(SimpleNamespace(job=jobs[3]))
-    assert startable([*jobs[1:3], *jobs[4:]], living, set()) is jobs[6]
-    assert startable(jobs[1:3], living, set()) is None
-    ended = {("time", "a", "train")}
-    assert startable(jobs[1:3], [], ended) is jobs[1]
-    assert startable(jobs[2:3], [SimpleNamespace(job=jobs[1])], ended) is jobs[2], "no longer one by one"
+    assert startable([*jobs[1:3], *jobs[4:]], living, set(), 9) is jobs[6]
+    assert startable(jobs[1:3], living, set(), 9) is None
+    compiled = {("time", "a", "train")}
+    assert startable([jobs[6], *jobs[1:3]], living, compiled, 9) is jobs[1], "the others wait for it"
+    assert startable(jobs[2:3], [SimpleNamespace(job=jobs[1])], compiled, 1) is jobs[2], (
+        "no longer one by one"
+    )
+
+
+def test_those_that_belong_together_wait_for_one_another(load: Any) -> None:
+    complete = load("coverage_pool").complete
+
+    def child(backend: str, ready: bool, model: str = "a", fields: Any = None) -> Any:
+        return SimpleNamespace(job=job(load, "time", model, backend=backend), ready=ready, fields=fields)
+
+    x, y, z, other = child("x", True), child("y", True), child("z", False), child("x", False, "b")
+    assert complete([], [x, y, other]) == [x, y]
+    assert complete([], [x, y, z, other]) == []
+    assert complete([z.job], [x, y, other]) == []
+    assert complete([], [x, child("y", True, fields={"status": "gone"}), other]) == [x]
+
+
+def test_backends_of_one_model_measure_in_turns(load: Any, tmp_path: Path) -> None:
+    """Also when one of them fails between two turns."""
+    jobs = [job(load, "time", "turns", backend=backend) for backend in "xyz"]
+    found = {j.backend: fields for j, fields in pool(load, tmp_path, size=3).run(jobs)}
+    assert {b: fields["status"] for b, fields in found.items()} == {
+        "x": "ok",
+        "y": "RuntimeError: no third turn",
+        "z": "ok",
+    }
+    turns = sorted((began, end, b) for b in "xz" for began, end in found[b]["spans"])
+    assert [b for _, _, b in turns] == ["x", "z"] * 3
+    assert all(end <= began for (_, end, _), (began, _, _) in itertools.pairwise(turns))
 
 
 def test_others_stand_still_while_one_measures(load: Any, tmp_path: Path) -> None:
