@@ -114,13 +114,15 @@ class Recorder(UnwrappedMode):
         known = len(self.ranges)
         before = after = self.boundary()
         try:
+            if facts.view:
+                result = self._session.run_view(func, args, kwargs)
+                self._adopt_all(result, before)
+                return result
             if facts.in_parts:
                 result, after = self._in_parts(func, args, kwargs, before)
             else:
                 result = self._session.run_op(func, args, kwargs)
                 self._adopt_all(result, before)
-                if facts.view:
-                    return result
                 after = self._session.node_count()
         except Exception as e:
             raise failure_of(e, numbered(self.ops, dispatch_of(func, args, kwargs, before, before))) from e

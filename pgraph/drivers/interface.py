@@ -173,6 +173,10 @@ class Session(abc.ABC):
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one dispatched op; results lie in the arena."""
 
+    def run_view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `run_op`, for a built-in op that records nothing and allocates nothing."""
+        return self.run_op(op, args, kwargs)
+
     @abc.abstractmethod
     def patches(
         self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]

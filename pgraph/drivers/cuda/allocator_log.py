@@ -80,18 +80,17 @@ def _replayed(
 ) -> list[HiddenAllocation]:
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
+    low, high, since, stream = arena.low, arena.high, arena.since, arena.stream
     for entry in snapshot.log(arena.device.index, pool):
-        address = entry.get("addr", -1)  # none where memory ran out
-        if -1 < _time_of(entry) <= arena.since:
+        address, action = entry.get("addr", -1), entry["action"]  # no address where memory ran out
+        if since > -1 and -1 < _time_of(entry) <= since:
             continue
-        if not arena.low <= address < arena.high:
-            on = entry.get("stream")
-            if entry["action"] == "alloc" and arena.stream is not None and on == arena.stream:
+        if not low <= address < high:
+            if action == "alloc" and stream is not None and entry.get("stream") == stream:
                 raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
-            continue
-        if entry["action"] == "alloc":
+        elif action == "alloc":
             sizes[address] = max(sizes.get(address, 0), entry["size"])
             alive.add(address)
-        elif entry["action"] in ("free_requested", "free_completed"):
+        elif action in ("free_requested", "free_completed"):
             alive.discard(address)
     return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]

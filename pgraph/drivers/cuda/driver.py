@@ -114,6 +114,9 @@ class CudaSession(Session):
         result = op(*args, **kwargs)
         return _host_seeds(result) if op_name(op) in op_names.HOST_SEEDS else result
 
+    def run_view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op(*args, **kwargs)
+
     def patches(
         self, namespace: dict[str, Any], empty_strided: Callable[..., torch.Tensor]
     ) -> dict[str, Any]:

@@ -221,18 +221,23 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
     from. That takes long in a large program, and is asked only if the program has pools: they are numbered.
     The pool that was made to find that out stays for ever, empty.
 
+    Attributes:
+        latest: id of the pool that is in use.
+
     Raises:
         DriverError: the thread uses another pool.
     """
 
     def __init__(self, arena: CudaArena) -> None:
         self._arena = arena
+        self._device = arena.device.index
         self._pools: list[Any] = []
         self._used_at = 0
+        self.latest = (0, 0)
 
     def __enter__(self) -> GhostPools:
         global _current
-        first, alone = _pool()
+        first, number, alone = _pool()
         if not alone and _uses_a_pool(self._arena.device):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(first))
             raise DriverError("a memory pool of the program's own is in use")
@@ -240,7 +245,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         if library is not None:
             library.pg_arena_activate(ctypes.addressof(self._arena.state))
         _current = self._arena
-        self._begin(first)
+        self._begin(first, number)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -252,38 +257,35 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
             library.pg_arena_activate(None)
         _current = None
 
-    @property
-    def latest(self) -> tuple[int, int]:
-        """Id of the pool that is in use."""
-        return tuple(self._pools[-1].id)
-
     def refresh(self) -> None:
         """Begin a new pool if the last one has been used (Note [One pool per op])."""
         # Used: the allocator has asked for memory. A pool without any has nothing to hand out again.
         if self._arena.segments != self._used_at:
             self._close()
-            self._begin(_pool()[0])
+            pool, number, _ = _pool()
+            self._begin(pool, number)
 
-    def _begin(self, pool: Any) -> None:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._arena.device.index, pool.id)
+    def _begin(self, pool: Any, number: tuple[int, int]) -> None:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, number)
         self._pools.append(pool)
+        self.latest = number
         self._used_at = self._arena.segments
 
     def _close(self) -> None:
-        pool = self._pools[-1]
-        torch._C._cuda_endAllocateToPool(self._arena.device.index, pool.id)
-        torch._C._cuda_releasePool(self._arena.device.index, pool.id)
+        torch._C._cuda_endAllocateToPool(self._device, self.latest)
+        torch._C._cuda_releasePool(self._device, self.latest)
 
 
 _made = 0  # pools
 
 
-def _pool() -> tuple[Any, bool]:
-    """A new pool of ghosts, and whether all pools of the process were made here."""
+def _pool() -> tuple[Any, tuple[int, int], bool]:
+    """A new pool of ghosts, its id, and whether all pools of the process were made here."""
     global _made
     _made += 1
     pool = torch.cuda.MemPool(_allocator(), no_split=True)
-    return pool, tuple(pool.id) == (0, _made)
+    first, second = pool.id
+    return pool, (first, second), (first, second) == (0, _made)
 
 
 def _uses_a_pool(device: torch.device) -> bool:
