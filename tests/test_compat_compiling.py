@@ -105,7 +105,9 @@ def test_a_forward_and_its_backward_know_of_each_other() -> None:
 
     def compiler(kind: str) -> Any:
         def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            seen[kind] = compat.joint_of(), compat.saved_results(gm), len(gm.graph.output_node().args[0])
+            names = {node.name for node in gm.graph.nodes if node.op == "placeholder"}
+            results = len(gm.graph.output_node().args[0])
+            seen[kind] = compat.joint_of(), compat.saved_results(gm), results, names
             return compat.boxed_module(gm)
 
         return compile_graph
@@ -114,11 +116,12 @@ def test_a_forward_and_its_backward_know_of_each_other() -> None:
     compiled = torch.compile(lambda x: (x.sin().exp(), x.cos()), backend=backend)
     first, second = compiled(torch.randn(3, requires_grad=True))
     (first.sum() + second.sum()).backward()
-    joint, saved, results = seen["forward"]
+    joint, saved, results, _ = seen["forward"]
     assert joint is not None
     assert not joint.plain
     assert seen["backward"][0] is joint
-    assert saved == frozenset(range(2, results))
+    assert set(saved) == set(range(2, results))
+    assert set(saved.values()) <= seen["backward"][3], "the backward's inputs have these names"
     assert compat.joint_of() is None
 
 

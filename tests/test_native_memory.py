@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import shutil
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
-from pgraph.launch.allocations import SAVED_MOST, apart, smallest
+from pgraph.launch import allocations
+from pgraph.launch.allocations import PIECE_MOST, SAVED_MOST, Allocation, apart, in_pieces, smallest
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
@@ -100,6 +102,41 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
     assert len(program.shared) == 12
     del results, result
     assert not device.living
+
+
+def _saved(block: int, nbytes: int) -> Allocation:
+    return Allocation(block, (nbytes,), (1,), torch.uint8, 0, ((block + 10, 0),))
+
+
+def test_results_that_die_one_after_the_other_share_a_piece() -> None:
+    """In whatever order they are allocated: then at most one piece is kept for some of its tenants alone."""
+    nbytes = PIECE_MOST // 2
+    blocks = [_saved(block, nbytes) for block in range(5)]
+    made, places = in_pieces(blocks, (), dict.fromkeys((3, 0, 4, 1, 2), nbytes))
+    assert places == {3: (3, 0), 0: (3, nbytes), 4: (4, 0), 1: (4, nbytes)}
+    assert [(a.block, a.size) for a in made] == [
+        (2, (nbytes,)),
+        (3, (PIECE_MOST,)),
+        (4, (PIECE_MOST,)),
+    ]
+    assert made[1].tenants == ((13, 0), (10, nbytes))
+
+
+def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
+    program = made(FakeDevice(), SAVED)
+    pieces: dict[int, list[int]] = {}
+    for position in program.shared:
+        pieces.setdefault(program.results[position].index, []).append(7 * position % 17)
+    spans = sorted((min(deaths), max(deaths)) for deaths in pieces.values())
+    assert len(spans) >= 3, spans
+    assert all(last < first for (_, last), (first, _) in itertools.pairwise(spans)), spans
+
+
+def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> None:
+    sizes = dict.fromkeys(range(100), SAVED_MOST)
+    assert smallest({**sizes, 100: SAVED_MOST + 512}, PIECE_MOST) == frozenset(sizes)
+    assert smallest(sizes, PIECE_MOST - 1) == {0, 1, 2}
 
 
 def test_the_smallest_results_share_memory() -> None:

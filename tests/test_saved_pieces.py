@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ import pgraph
 from pgraph import compat
 from pgraph.compiler import assemble
 from pgraph.compiler.context import Memory
+from pgraph.launch import allocations
 from pgraph.launch.allocations import SAVED_MOST
 from pgraph.runtime import registry
+from pgraph.runtime.admission import Code
 
 OPTIONS = {"driver": "host", "step_aside": False}
 CALLS = 5
@@ -87,6 +90,31 @@ def test_small_results_that_are_saved_share_memory() -> None:
     assert found["backward"] == 0, "gradients are the program's own"
 
 
+def test_those_share_a_piece_that_the_backward_needs_last_at_about_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many pieces one at most is kept for some of its tenants alone."""
+    monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
+    told: list[dict[int, int]] = []
+    real = Code.sharing
+
+    def sharing(self: Code) -> dict[int, int]:
+        told.append(real(self))
+        return told[-1]
+
+    monkeypatch.setattr(Code, "sharing", sharing)
+    compared(Normalized(layers=6), rows=4)
+    (forward,) = (p for p in registry.live_capturable() if p.stats.facts.graph.kind == "forward")
+    (program,) = forward._cache.captured.programs
+    deaths = next(found for found in told if found)
+    pieces: dict[int, list[int]] = {}
+    for position in program.shared:
+        pieces.setdefault(program.results[position].index, []).append(deaths[position])
+    assert len(pieces) >= 3, pieces
+    spans = sorted((min(deaths), max(deaths)) for deaths in pieces.values())
+    assert all(last <= first for (_, last), (first, _) in itertools.pairwise(spans)), spans
+
+
 def test_what_the_program_gets_has_memory_of_its_own() -> None:
     model = Normalized()
     compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
@@ -104,10 +132,10 @@ def test_a_part_shares_what_no_other_part_and_no_result_is() -> None:
     calls = (SimpleNamespace(inputs=(0,), outputs=(1, 2, 3)), SimpleNamespace(inputs=(0, 2), outputs=(4, 5)))
     # Results: 1 for the program; 1, 2, 3, 4 and 5 for the backward, and 5 once more.
     split = SimpleNamespace(calls=calls, input_slots=(0,), output_slots=(1, 1, 2, 3, 4, 5, 5))
-    given = Memory(frozenset(), frozenset(), (), frozenset(range(1, 7)))
+    given = Memory(frozenset(), frozenset(), (), {i: f"saved {i}" for i in range(1, 7)})
     first, second = assemble._memory_of(split, given)  # type: ignore[arg-type]
-    assert first.saved == {2}
-    assert second.saved == {0}
+    assert first.saved == {2: "saved 3"}
+    assert second.saved == {0: "saved 4"}
 
 
 def test_what_is_returned_and_saved_shares_nothing() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,9 +180,12 @@ class Joint:
 
     Args:
         plain: whether the backward has been compiled, and looks at what was saved by address alone.
+        deaths: for each input of the backward, by name, the place of its last use among the graph's nodes.
+            What a forward saves has the same name in both graphs.
     """
 
     plain: bool = False
+    deaths: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def joint_of() -> Joint | None:
@@ -199,17 +202,19 @@ def joint_of() -> Joint | None:
     return found
 
 
-def saved_results(gm: torch.fx.GraphModule) -> frozenset[int]:
-    """Positions of a forward graph's results that are saved for its backward; they may be the program's, too;
-    2.13, and in the sources of 2.11.
+def saved_results(gm: torch.fx.GraphModule) -> dict[int, str]:
+    """Positions of a forward graph's results that are saved for its backward, and their names, which are
+    those of the backward's inputs; they may be the program's, too; 2.13, and in the sources of 2.11.
     """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     first = getattr(metadata, "num_forward", None)
     if first is None or getattr(metadata, "tokens", None):
-        return frozenset()
+        return {}
     results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    return frozenset(i for i, value in enumerate(results) if i >= first and isinstance(value, torch.fx.Node))
+    return {
+        i: value.name for i, value in enumerate(results) if i >= first and isinstance(value, torch.fx.Node)
+    }
 
 
 def packed_by_others() -> bool:

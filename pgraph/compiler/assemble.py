@@ -120,7 +120,8 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
     reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
     # None stands for what an earlier partition made, of a gradient perhaps.
     unsteady = {None, *memory.gradients} if memory.gradients else set()
-    saved = {slot for i, slot in enumerate(split.output_slots) if i in memory.saved and isinstance(slot, int)}
+    slots = ((i, slot) for i, slot in enumerate(split.output_slots) if isinstance(slot, int))
+    saved = {slot: memory.saved[i] for i, slot in slots if i in memory.saved}
     for call in split.calls:
         places = [position_of.get(slot) for slot in call.inputs]
         alone = [reads[slot] == 1 for slot in call.inputs]
@@ -128,7 +129,7 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
             static=frozenset(i for i, place in enumerate(places) if place in memory.static),
             donated=frozenset(i for i, place in enumerate(places) if place in memory.donated and alone[i]),
             gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
-            saved=frozenset(i for i, slot in enumerate(call.outputs) if slot in saved and reads[slot] == 1),
+            saved={i: saved[s] for i, s in enumerate(call.outputs) if s in saved and reads[s] == 1},
         )
 
 

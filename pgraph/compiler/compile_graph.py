@@ -49,6 +49,7 @@ def compile_partitions(gm: GraphModule, inputs: Sequence[Any], context: Context)
     """Unwrap what draws nothing, cut one ATen graph, compile the partitions, and put a runner around them."""
     if context.kind == "backward" and context.joint is not None:
         context.joint.plain = not counts_from_storages(gm) and not _returns_what_was_saved(gm)
+        context.joint.deaths = _deaths(gm)
     if context.driver is None or (unwrapped := unwrap(gm)) is None:
         return _compile(gm, inputs, context)
     return unwrapped.around(_compile(unwrapped.module, unwrapped.inputs(inputs), context))
@@ -131,6 +132,13 @@ def _returns_what_was_saved(gm: GraphModule) -> bool:
     return any(_is_sparse(value) or _storage(value) in saved for value in _results(gm))
 
 
+def _deaths(gm: GraphModule) -> dict[str, int]:
+    """For each input, the place of its last use among the nodes; -1 without any."""
+    places = {node: place for place, node in enumerate(gm.graph.nodes)}
+    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    return {node.name: max(map(places.__getitem__, node.users), default=-1) for node in inputs}
+
+
 def _is_sparse(value: Any) -> bool:
     example = value.meta.get("val") if isinstance(value, Node) else None
     return isinstance(example, torch.Tensor) and example.layout != torch.strided
@@ -159,6 +167,7 @@ def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
         return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)))
     if context.kind == "forward" and context.by_inductor:
         results = _results(gm)
-        saved = (i for i in compat.saved_results(gm) if may_share(results[i].meta.get("val")))
-        return dataclasses.replace(memory, saved=frozenset(saved))
+        saved = compat.saved_results(gm).items()
+        small = {i: name for i, name in saved if may_share(results[i].meta.get("val"))}
+        return dataclasses.replace(memory, saved=small)
     return memory

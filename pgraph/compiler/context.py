@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -90,10 +90,10 @@ class Memory:
         static: the caller keeps their memory.
         donated: the code may overwrite them.
         gradients: no guard covers their lazy bits and types (Note [Unguarded arguments]).
-        saved: results that the backward gets (Note [Saved in one piece]).
+        saved: results that the backward gets, and their names there (Note [Saved in one piece]).
     """
 
     static: frozenset[int]
     donated: frozenset[int]
     gradients: tuple[int, ...]
-    saved: frozenset[int] = frozenset()
+    saved: Mapping[int, str] = dataclasses.field(default_factory=dict)

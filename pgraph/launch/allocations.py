@@ -16,8 +16,10 @@ at its start, which must not make a difference:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and all of them together are
-  no more than half of what a launch may exceed the peak by, or one percent of the peak.
+* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those share one that die
+  one after the other: at any time one piece at most is kept for some of its tenants alone. Were even one more
+  than half of what a launch may exceed the peak by, and than one percent of the peak, the smallest share that
+  are no more than that together.
 """
 
 from __future__ import annotations
@@ -82,14 +84,14 @@ def in_pieces(
     Args:
         allocations: one for each block, in order.
         dying: blocks that are freed after the launch.
-        saved: bytes of the blocks of results that may share a piece.
+        saved: bytes of the blocks of results that may share a piece, in the order in which they die.
 
     Returns:
         Fewer allocations, in order; and where the blocks lie that share a piece.
     """
     small = {a.block: a.raw for a in allocations if 0 < a.raw <= TEMPORARY_MOST and a.block in dying}
-    results = {a.block: saved[a.block] for a in allocations if a.block in saved}
     by_block = {a.block: a for a in allocations}
+    results = {block: nbytes for block, nbytes in saved.items() if block in by_block}
     places: Places = {}
     joined = {}
     for sizes in (small, results):
@@ -111,8 +113,10 @@ def smallest(blocks: Mapping[int, int], room: int) -> frozenset[int]:
 
     Args:
         blocks: bytes of each one that may.
-        room: bytes of all of them together, at most.
+        room: bytes that may be kept for longer than they are needed.
     """
+    if room >= PIECE_MOST:
+        return frozenset(block for block, nbytes in blocks.items() if nbytes <= SAVED_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):
         room -= blocks[block]

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,12 +102,12 @@ _Types = dict[int, torch.dtype]
 
 
 def program_of(
-    built: Built, guards: Guards, saved: frozenset[int] = frozenset(), slack_bytes: int = 0
+    built: Built, guards: Guards, saved: Mapping[int, int] = MappingProxyType({}), slack_bytes: int = 0
 ) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold.
 
     Args:
-        saved: positions of results that may share memory (Note [Saved in one piece]).
+        saved: positions of results that may share memory, and when each dies (Note [Saved in one piece]).
         slack_bytes: see `pgraph.template.plan.make_plan`.
     """
     template = built.template
@@ -116,7 +117,7 @@ def program_of(
     position_of = _saved_blocks(built, results, saved)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
     chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100))
-    sizes = {block: nbytes for block, nbytes in sizes.items() if block in chosen}
+    sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: saved[position_of[block]])}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):

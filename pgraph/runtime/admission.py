@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Code:
         namespaces: see `pgraph.capture.record.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
-        saved: positions of results that are saved for the backward.
+        saved: positions of results that are saved for the backward, and their names there.
         joint: what is known of the backward.
     """
 
@@ -54,13 +54,15 @@ class Code:
     namespaces: Sequence[dict[str, Any]] = ()
     constants: Sequence[torch.Tensor] = ()
     static: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
+    saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
     joint: compat.Joint | None = None
 
-    def sharing(self) -> frozenset[int]:
-        """Positions of results that may share memory (Note [Saved in one piece])."""
-        plain = self.joint is not None and self.joint.plain
-        return self.saved if plain and not compat.packed_by_others() else frozenset()
+    def sharing(self) -> dict[int, int]:
+        """Positions of results that may share memory (Note [Saved in one piece]), and when each dies."""
+        if self.joint is None or not self.joint.plain or compat.packed_by_others():
+            return {}
+        deaths = self.joint.deaths
+        return {i: deaths[name] for i, name in self.saved.items() if name in deaths}
 
 
 class Admission:

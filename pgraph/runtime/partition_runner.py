@@ -72,7 +72,7 @@ class PartitionRunner:
         namespaces: Sequence[dict[str, Any]] = (),
         constants: Sequence[torch.Tensor] = (),
         static: frozenset[int] = frozenset(),
-        saved: frozenset[int] = frozenset(),
+        saved: Mapping[int, str] = MappingProxyType({}),
         joint: compat.Joint | None = None,
         dimensions: tuple[Dimension, ...] = (),
         watched: Mapping[int, Trait] = MappingProxyType({}),
