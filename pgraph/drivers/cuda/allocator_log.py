@@ -86,7 +86,8 @@ def _replayed(
         if since > -1 and -1 < _time_of(entry) <= since:
             continue
         if not low <= address < high:
-            if action == "alloc" and stream is not None and entry.get("stream") == stream:
+            on = entry.get("stream")
+            if action == "alloc" and stream is not None and on == stream:
                 raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
         elif action == "alloc":
             sizes[address] = max(sizes.get(address, 0), entry["size"])
