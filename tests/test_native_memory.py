@@ -135,16 +135,17 @@ def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.Monkey
 
 def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> None:
     sizes = dict.fromkeys(range(100), SAVED_MOST)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, PIECE_MOST) == frozenset(sizes)
-    assert smallest(sizes, PIECE_MOST - 1) == {0, 1, 2}
+    assert smallest({**sizes, 100: SAVED_MOST + 512}, PIECE_MOST, 1) == frozenset(sizes)
+    assert smallest(sizes, PIECE_MOST - 1, 1) == {0, 1, 2}
+    assert smallest(sizes, PIECE_MOST, 2) == {0, 1, 2, 3}
 
 
 def test_the_smallest_results_share_memory() -> None:
     sizes = {block: 512 * (100 - block) for block in range(100)}
-    assert smallest(sizes, 8 << 20) == frozenset(sizes)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, 8 << 20) == frozenset(sizes)
-    assert smallest(sizes, 512 * 6) == {97, 98, 99}, "of 1,536, 1,024 and 512 bytes"
-    assert smallest(sizes, 511) == smallest({}, 8 << 20) == frozenset()
+    assert smallest(sizes, 8 << 20, 1) == frozenset(sizes)
+    assert smallest({**sizes, 100: SAVED_MOST + 512}, 8 << 20, 1) == frozenset(sizes)
+    assert smallest(sizes, 512 * 6, 1) == {97, 98, 99}, "of 1,536, 1,024 and 512 bytes"
+    assert smallest(sizes, 511, 1) == smallest({}, 8 << 20, 1) == frozenset()
 
 
 def test_results_come_out_of_their_piece_with_their_values() -> None:

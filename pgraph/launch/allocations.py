@@ -16,10 +16,10 @@ at its start, which must not make a difference:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those share one that die
-  one after the other: at any time one piece at most is kept for some of its tenants alone. Were even one more
-  than half of what a launch may exceed the peak by, and than one percent of the peak, the smallest share that
-  are no more than that together.
+* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those of a chunk share
+  one that die one after the other: at any time one piece of each chunk at most is kept for some of its
+  tenants alone. Were even those more than half of what a launch may exceed the peak by, and than one percent
+  of the peak, the smallest share that are no more than that together.
 """
 
 from __future__ import annotations
@@ -108,14 +108,15 @@ def may_share(example: Any) -> bool:
     return example.numel() * example.element_size() <= SAVED_MOST
 
 
-def smallest(blocks: Mapping[int, int], room: int) -> frozenset[int]:
-    """The results' blocks that share pieces.
+def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int]:
+    """The results' blocks that share pieces: all small ones, or as many as there is room for.
 
     Args:
         blocks: bytes of each one that may.
         room: bytes that may be kept for longer than they are needed.
+        chunks: of the program.
     """
-    if room >= PIECE_MOST:
+    if room >= chunks * PIECE_MOST:
         return frozenset(block for block, nbytes in blocks.items() if nbytes <= SAVED_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):

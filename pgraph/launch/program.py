@@ -116,7 +116,7 @@ def program_of(
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of = _saved_blocks(built, results, saved)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
-    chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100))
+    chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100), len(template.plan.chunks))
     sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: saved[position_of[block]])}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
