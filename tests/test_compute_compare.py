@@ -108,7 +108,10 @@ def test_kernels_that_leave_tables_unfilled_are_told_by_name(name: str, same: bo
 
     mine, theirs = 0xCFFF_8300_0000_0000, 0xCFFF_8000_0000_0000
     assert (difference(*made(mine), *made(theirs), host=HOST) is None) == same
+    assert (difference(*made(mine), *made(theirs)) is None) == same
     assert difference(*made(mine, structs=()), *made(theirs, structs=()), host=HOST) is not None
+    custom = [(dataclasses.replace(r, builtin=frozenset()), slots) for r, slots in map(made, (mine, theirs))]
+    assert difference(*custom[0], *custom[1], host=HOST) is not None
     assert difference(*made(mine), *made(theirs, pointer=2), host=HOST) is not None
 
 

@@ -206,6 +206,7 @@ def test_a_library_that_records_another_node_at_some_sizes(monkeypatch: pytest.M
     call(model, (*WARM, 17, 17, 2, 12, 12, 30, 30, 3))
     assert computer().reason is None
     assert pgraph.report().computed == 3, "2, 12 and 30; at 17 there was no exec with another node yet"
+    assert "the last was not because no exec of another size has its kernels" in str(pgraph.report())
 
 
 def test_a_call_is_recorded_again_under_other_settings() -> None:

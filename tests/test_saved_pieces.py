@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pgraph
 from pgraph import compat
-from pgraph.compiler import assemble
+from pgraph.compiler import assemble, compile_graph
 from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
 from pgraph.launch.allocations import SAVED_MOST
@@ -93,13 +93,14 @@ def test_small_results_that_are_saved_share_memory() -> None:
 def test_those_share_a_piece_that_the_backward_needs_last_at_about_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of many pieces one at most is kept for some of its tenants alone."""
+    """Of many pieces one at most is kept for some of its tenants alone. Most backwards need them in the
+    reverse of the order in which they are made, so this one is told another."""
     monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
     told: list[dict[int, int]] = []
     real = Code.sharing
 
     def sharing(self: Code) -> dict[int, int]:
-        told.append(real(self))
+        told.append({position: 7 * death % 1009 for position, death in real(self).items()})
         return told[-1]
 
     monkeypatch.setattr(Code, "sharing", sharing)
@@ -113,6 +114,15 @@ def test_those_share_a_piece_that_the_backward_needs_last_at_about_the_same_time
     assert len(pieces) >= 3, pieces
     spans = sorted((min(deaths), max(deaths)) for deaths in pieces.values())
     assert all(last <= first for (_, last), (first, _) in itertools.pairwise(spans)), spans
+
+
+def test_a_backwards_inputs_die_at_their_last_use() -> None:
+    graph = torch.fx.Graph()
+    a, b, _ = (graph.placeholder(name) for name in "abc")
+    first = graph.call_function(torch.add, (a, b))
+    graph.output((graph.call_function(torch.mul, (first, a)),))
+    gm = torch.fx.GraphModule({}, graph)
+    assert compile_graph._deaths(gm) == {"a": 4, "b": 3, "c": -1}
 
 
 def test_what_the_program_gets_has_memory_of_its_own() -> None:

@@ -2,7 +2,7 @@
 
 Pure logic: recordings in, a difference out; no torch, no CUDA.
 
-Note [Left-over host addresses]
+Note [Words that nobody set]
 Built-in ops leave parts of their kernels' parameter structs as they were: padding, and the unused end of a
 list of dimensions (Note [Left-over addresses] in `pgraph.template.match`). What lay there before is often an
 address of the host's memory. In two captures by the same code it may be equal, so they do not show that
@@ -83,8 +83,9 @@ def difference(
         words.setdefault(slot.node, []).append(slot.offset)
     for i, (a, b) in enumerate(zip(computed.nodes, captured.nodes, strict=True)):
         ignored = {*words.get(i, ()), *loose.get(kind_of(b), ())}
-        left = host if i in captured.builtin else _UNKNOWN
-        if (told := _of_nodes(a, b, words.get(i, []), ignored, left)) is not None:
+        if i in captured.builtin:
+            ignored |= _left_over(a, b, host)
+        if (told := _of_nodes(a, b, words.get(i, []), ignored)) is not None:
             return f"node {i}: {told}"
     lives = [
         [(a.nbytes, *((None, None) if a.library else (a.birth, a.death))) for a in recording.allocations]
@@ -137,27 +138,34 @@ def _of_nodes(
     b: NodeRecord,
     addresses: Sequence[int],
     ignored: AbstractSet[int],
-    host: HostMemory,
 ) -> str | None:
     if (a.kind, a.name, a.header, a.structs, a.layout) != (b.kind, b.name, b.header, b.structs, b.layout):
         return f"{a.kind} {a.name} {a.header}, captured {b.kind} {b.name} {b.header}"
     if len(a.params) != len(b.params):
         return f"{a.name}: {len(a.params)} bytes of parameters, captured {len(b.params)}"
     for i, (x, y) in enumerate(zip(_words(a.params), _words(b.params), strict=True)):
-        if x != y and 8 * i not in ignored and not _left_over(b, 8 * i, x, y, host):
+        if x != y and 8 * i not in ignored:
             return f"{a.name}: byte {8 * i} of the parameters is {x:#x}, captured {y:#x}"
     kept = [_without(n.kept, addresses) if isinstance(n.kept, bytes) else n.kept for n in (a, b)]
     return f"{a.name}: what an exec keeps differs" if kept[0] != kept[1] else None
 
 
-def _left_over(node: NodeRecord, offset: int, x: int, y: int, host: HostMemory) -> bool:
-    """See Note [Left-over host addresses]."""
-    if not any(first <= offset < end for first, end in node.structs):
-        return False
-    if x in host or y in host or (host.ranges and leaves_words_over(node.name)):
-        return True
-    halves = {x // _HALF, y // _HALF} - {0}
-    return x % _HALF == y % _HALF and all(map(host.has_upper, halves))
+def _left_over(a: NodeRecord, b: NodeRecord, host: HostMemory) -> set[int]:
+    """Bytes at which words of a built-in op's node begin that differ, and that no kernel reads: see
+    Note [Words that nobody set]."""
+    words = enumerate(zip(_words(a.params), _words(b.params), strict=False))
+    differing = {8 * i: (x, y) for i, (x, y) in words if x != y}
+    return {
+        offset
+        for offset, (x, y) in differing.items()
+        if any(first <= offset < end for first, end in b.structs)
+        and (leaves_words_over(b.name) or x in host or y in host or _padded(x, y, host))
+    }
+
+
+def _padded(x: int, y: int, host: HostMemory) -> bool:
+    """Whether two words may be the same number of four bytes, beside halves of addresses of the host's."""
+    return x % _HALF == y % _HALF and all(map(host.has_upper, {x // _HALF, y // _HALF} - {0}))
 
 
 def _words(params: bytes) -> tuple[int, ...]:

@@ -215,10 +215,10 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
 
     Note [Pools of the program's own]
     A pool that is destroyed while another one is in use (`torch.cuda.use_mem_pool`) ends the process: the
-    allocator then waits for events, asserts that no pool is in use, and does so in a destructor. And which of
-    two pools of a thread memory comes from depends on the version; from the program's, it would be written to
-    by each launch. So nothing is captured there. Whether the thread uses a pool is told by where memory comes
-    from. That takes long in a large program, and is asked only if the program has pools: they are numbered.
+    allocator then waits for events, asserts that no pool is in use, and does so in a destructor. And nothing
+    says from which of two pools of a thread memory comes; from the program's, it would be written to by each
+    launch. So nothing is captured there. Whether the thread uses a pool is told by where memory comes from.
+    That takes long in a large program, and is asked only if the program ever made a pool: they are numbered.
     The pool that was made to find that out stays for ever, empty.
 
     Attributes:
