@@ -248,8 +248,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
     recipes = tuple(FakeRecipe(e, slots, *ends) for e, ends in zip(shared.execs, borders, strict=True))
     tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
     built = Built(template, recipes, shared, device, 0.0)  # type: ignore[arg-type]
-    saved = {i: 7 * i % 17 for i in range(3, len(outputs))} if case.get("saved") else {}
-    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), saved, slack_bytes=8 << 20)
+    sharing = {i: 7 * i % 17 for i in range(3, len(outputs))} if case.get("saved") else {}
+    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), sharing, slack_bytes=8 << 20)
 
 
 CASE = {

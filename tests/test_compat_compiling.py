@@ -125,6 +125,27 @@ def test_a_forward_and_its_backward_know_of_each_other() -> None:
     assert compat.joint_of() is None
 
 
+def test_gradients_of_parameters_are_told_from_others() -> None:
+    """Each has the shape of its parameter; those of other inputs are not among them."""
+    seen: list[tuple[frozenset[int], list[Any]]] = []
+
+    def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        shapes = [getattr(r, "meta", {}).get("val") for r in gm.graph.output_node().args[0]]
+        seen.append((compat.parameter_gradients(gm), [None if s is None else tuple(s.shape) for s in shapes]))
+        return compat.boxed_module(gm)
+
+    def forward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compat.boxed_module(gm)
+
+    model = torch.nn.Linear(2, 5)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+    compiled(torch.randn(7, 2, requires_grad=True)).sum().backward()
+    ((positions, shapes),) = seen
+    assert sorted(shapes[i] for i in positions) == [(5,), (5, 2)]
+    assert (7, 2) in shapes
+    assert compat.parameter_gradients(torch.fx.symbolic_trace(model)) == frozenset(), "no compilation"
+
+
 def test_hooks_on_saved_tensors_are_seen() -> None:
     assert not compat.packed_by_others()
     with torch.autograd.graph.save_on_cpu():

@@ -13,7 +13,7 @@ import torch
 from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
 from pgraph.launch import allocations
-from pgraph.launch.allocations import PIECE_MOST, SAVED_MOST, Allocation, apart, in_pieces, smallest
+from pgraph.launch.allocations import PIECE_MOST, RESULT_MOST, Allocation, apart, in_pieces, smallest
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
 from pgraph.native import libraries
@@ -81,8 +81,8 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
     program = made(device, SAVED)
     results, *_ = path(program)(arguments(program))
     sizes = [event[1] for event in device.events if event[0] == "alloc"]
-    assert len(sizes) == 6, (
-        f"small results, the large one, three that others are views of, temporaries: {sizes}"
+    assert len(sizes) == 5, (
+        f"small results, the large one, two that others are views of, temporaries: {sizes}"
     )
     (bases,) = (event[1] for event in device.events if event[0] == "launch")
     owned: set[int] = set()
@@ -94,12 +94,13 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
         assert start == bases[spec.region] + spec.layout.offset
         if position not in program.shared:
             continue
-        assert (start - result.untyped_storage().data_ptr()) % 512 == 0, "as the allocator aligns them"
+        place = bases[spec.region] - result.untyped_storage().data_ptr()
+        assert place % 512 == 0, "as the allocator aligns them"
         assert owned.isdisjoint(range(start, start + nbytes))
         owned |= set(range(start, start + nbytes))
         assert result.untyped_storage().nbytes() > nbytes + 512
-        assert nbytes <= SAVED_MOST
-    assert len(program.shared) == 12
+        assert nbytes <= RESULT_MOST
+    assert len(program.shared) == 13
     del results, result
     assert not device.living
 
@@ -134,8 +135,8 @@ def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.Monkey
 
 
 def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> None:
-    sizes = dict.fromkeys(range(100), SAVED_MOST)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, PIECE_MOST, 1) == frozenset(sizes)
+    sizes = dict.fromkeys(range(100), RESULT_MOST)
+    assert smallest({**sizes, 100: RESULT_MOST + 512}, PIECE_MOST, 1) == frozenset(sizes)
     assert smallest(sizes, PIECE_MOST - 1, 1) == {0, 1, 2}
     assert smallest(sizes, PIECE_MOST, 2) == {0, 1, 2, 3}
 
@@ -143,7 +144,7 @@ def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> No
 def test_the_smallest_results_share_memory() -> None:
     sizes = {block: 512 * (100 - block) for block in range(100)}
     assert smallest(sizes, 8 << 20, 1) == frozenset(sizes)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, 8 << 20, 1) == frozenset(sizes)
+    assert smallest({**sizes, 100: RESULT_MOST + 512}, 8 << 20, 1) == frozenset(sizes)
     assert smallest(sizes, 512 * 6, 1) == {97, 98, 99}, "of 1,536, 1,024 and 512 bytes"
     assert smallest(sizes, 511, 1) == smallest({}, 8 << 20, 1) == frozenset()
 

@@ -218,7 +218,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
 def _mates(inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """For each input the first one in the same storage, and the byte of it where it begins.
 
-    Autograd saves a tensor and its alias as two, and small ones share memory (Note [Saved in one piece]).
+    Autograd saves a tensor and its alias as two, and small ones share memory (Note [Results in one piece]).
     """
     first: dict[int, int] = {}
     # Empty storages have no address and share nothing.

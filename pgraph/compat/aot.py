@@ -217,6 +217,21 @@ def saved_results(gm: torch.fx.GraphModule) -> dict[int, str]:
     }
 
 
+def parameter_gradients(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Positions of a backward graph's results that are gradients of parameters, or of what else the caller
+    keeps; 2.13, and in the sources of 2.11.
+
+    There is a result for each of the forward's inputs. With what else a backward may return (the effects of
+    ordered ops, say) there are more: then none is told.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    results: Any = gm.graph.output_node().args[0]
+    if metadata is None or len(results) != len(metadata.input_info):
+        return frozenset()
+    return frozenset(i for i in metadata.static_input_indices if isinstance(results[i], torch.fx.Node))
+
+
 def packed_by_others() -> bool:
     """Whether hooks get what autograd saves now, and they are not PyTorch's own; 2.11, 2.13.
 

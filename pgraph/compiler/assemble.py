@@ -120,16 +120,19 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
     reads = Counter(itertools.chain(split.output_slots, *(call.inputs for call in split.calls)))
     # None stands for what an earlier partition made, of a gradient perhaps.
     unsteady = {None, *memory.gradients} if memory.gradients else set()
-    slots = ((i, slot) for i, slot in enumerate(split.output_slots) if isinstance(slot, int))
-    saved = {slot: memory.saved[i] for i, slot in slots if i in memory.saved}
+    slots = {i: slot for i, slot in enumerate(split.output_slots) if isinstance(slot, int)}
+    saved = {slot: memory.saved[i] for i, slot in slots.items() if i in memory.saved}
+    kept = {slot for i, slot in slots.items() if i in memory.kept}
     for call in split.calls:
         places = [position_of.get(slot) for slot in call.inputs]
         alone = [reads[slot] == 1 for slot in call.inputs]
+        outputs = [(i, slot) for i, slot in enumerate(call.outputs) if reads[slot] == 1]
         yield Memory(
             static=frozenset(i for i, place in enumerate(places) if place in memory.static),
             donated=frozenset(i for i, place in enumerate(places) if place in memory.donated and alone[i]),
             gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
-            saved={i: saved[s] for i, s in enumerate(call.outputs) if s in saved and reads[s] == 1},
+            saved={i: saved[slot] for i, slot in outputs if slot in saved},
+            kept=frozenset(i for i, slot in outputs if slot in kept),
         )
 
 
@@ -148,6 +151,7 @@ def _runner(
         constants=_constants(module, code),
         static=memory.static,
         saved=memory.saved,
+        kept=memory.kept,
         joint=context.joint,
         dimensions=dimensions(module),
         watched=_watched(context, module, memory.gradients),

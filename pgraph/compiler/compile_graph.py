@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -164,10 +164,15 @@ def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
     )
     if context.kind == "backward":
         donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i]))
-        return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)))
+        kept = _small(gm, compat.parameter_gradients(gm)) if context.by_inductor else frozenset()
+        return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)), kept=kept)
     if context.kind == "forward" and context.by_inductor:
-        results = _results(gm)
-        saved = compat.saved_results(gm).items()
-        small = {i: name for i, name in saved if may_share(results[i].meta.get("val"))}
-        return dataclasses.replace(memory, saved=small)
+        saved = compat.saved_results(gm)
+        return dataclasses.replace(memory, saved={i: saved[i] for i in _small(gm, saved)})
     return memory
+
+
+def _small(gm: GraphModule, positions: Iterable[int]) -> frozenset[int]:
+    """Those of a graph's results that may share memory."""
+    results = _results(gm)
+    return frozenset(i for i in positions if may_share(results[i].meta.get("val")))

@@ -90,10 +90,12 @@ class Memory:
         static: the caller keeps their memory.
         donated: the code may overwrite them.
         gradients: no guard covers their lazy bits and types (Note [Unguarded arguments]).
-        saved: results that the backward gets, and their names there (Note [Saved in one piece]).
+        saved: results that the backward gets, and their names there (Note [Results in one piece]).
+        kept: results that are parameters' gradients.
     """
 
     static: frozenset[int]
     donated: frozenset[int]
     gradients: tuple[int, ...]
     saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    kept: frozenset[int] = frozenset()

@@ -4,11 +4,16 @@ A call of the allocator takes as long for a small block as for a large one, and 
 hands out another one each time. So the fewer it is asked for, the less a launch takes, and the more addresses
 are the ones of last time.
 
-Note [Saved in one piece]
+Note [Results in one piece]
 What dies within a launch may share a piece with whatever dies with it. Results have owners, who may do what
-they like to their memory: free it, resize it, hand it to another stream. So they stay apart, but for small
-tensors that a forward saves for its backward and for nobody else. They then lie within a storage instead of
-at its start, which must not make a difference:
+they like to their memory: free it, resize it, hand it to another stream. So they stay apart, but for two
+kinds of small ones. They then lie within a storage instead of at its start, which must not make a difference.
+
+Gradients of parameters have PyTorch for an owner, which hands out parts of a larger storage by itself: of
+parameters that a program concatenates, the gradients are views of one tensor, in eager mode too. They die
+together, when the program sets them to None, and freeing them one by one takes as long as allocating them.
+
+What a forward saves for its backward and for nobody else:
 
 * ``as_strided`` counts from the start of the storage. Inductor's code does not, but somebody else may run the
   backward (compiled autograd). So its graph has no such op, which is known once it has been compiled.
@@ -16,7 +21,7 @@ at its start, which must not make a difference:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those of a chunk share
+* The piece lives until the last of them dies. So they are small (`RESULT_MOST`), and those of a chunk share
   one that die one after the other: at any time one piece of each chunk at most is kept for some of its
   tenants alone. Were even those more than half of what a launch may exceed the peak by, and than one percent
   of the peak, the smallest share that are no more than that together.
@@ -34,7 +39,7 @@ from pgraph.template.plan import GRANULE
 
 __all__ = [
     "PIECE_MOST",
-    "SAVED_MOST",
+    "RESULT_MOST",
     "TEMPORARY_MOST",
     "Allocation",
     "Places",
@@ -44,7 +49,7 @@ __all__ = [
     "smallest",
 ]
 
-SAVED_MOST = 256 << 10
+RESULT_MOST = 256 << 10
 """Bytes of a result that may share a piece."""
 
 TEMPORARY_MOST = 512 << 10
@@ -77,24 +82,24 @@ class Allocation:
 
 
 def in_pieces(
-    allocations: Sequence[Allocation], dying: Collection[int], saved: Mapping[int, int]
+    allocations: Sequence[Allocation], dying: Collection[int], results: Mapping[int, int]
 ) -> tuple[tuple[Allocation, ...], Places]:
     """The allocations of one chunk, small ones joined.
 
     Args:
         allocations: one for each block, in order.
         dying: blocks that are freed after the launch.
-        saved: bytes of the blocks of results that may share a piece, in the order in which they die.
+        results: bytes of the blocks of results that may share a piece, in the order in which they die.
 
     Returns:
         Fewer allocations, in order; and where the blocks lie that share a piece.
     """
     small = {a.block: a.raw for a in allocations if 0 < a.raw <= TEMPORARY_MOST and a.block in dying}
     by_block = {a.block: a for a in allocations}
-    results = {block: nbytes for block, nbytes in saved.items() if block in by_block}
+    mine = {block: nbytes for block, nbytes in results.items() if block in by_block}
     places: Places = {}
     joined = {}
-    for sizes in (small, results):
+    for sizes in (small, mine):
         for group in _grouped(sizes.items()):
             joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
     kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
@@ -102,10 +107,10 @@ def in_pieces(
 
 
 def may_share(example: Any) -> bool:
-    """Whether a saved tensor, of which there is an example from tracing, may lie in a piece with others."""
+    """Whether a result, of which there is an example from tracing, may lie in a piece with others."""
     if not isinstance(example, torch.Tensor) or any(type(n) is not int for n in example.size()):
         return False  # whether it is small differs from call to call
-    return example.numel() * example.element_size() <= SAVED_MOST
+    return example.numel() * example.element_size() <= RESULT_MOST
 
 
 def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int]:
@@ -117,11 +122,11 @@ def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int
         chunks: of the program.
     """
     if room >= chunks * PIECE_MOST:
-        return frozenset(block for block, nbytes in blocks.items() if nbytes <= SAVED_MOST)
+        return frozenset(block for block, nbytes in blocks.items() if nbytes <= RESULT_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):
         room -= blocks[block]
-        if room < 0 or blocks[block] > SAVED_MOST:
+        if room < 0 or blocks[block] > RESULT_MOST:
             break
         chosen.append(block)
     return frozenset(chosen)

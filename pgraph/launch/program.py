@@ -81,7 +81,7 @@ class Program:
         guards: what must hold of the arguments.
         chunks: in the order of their launches.
         results: in the order of the partition's results; each may stand on earlier ones.
-        shared: positions of those that lie in one piece with others (Note [Saved in one piece]).
+        shared: positions of those that lie in one piece with others (Note [Results in one piece]).
         n_regions, n_blocks: of the template's plan. The first regions are the inputs.
         workspace: (region, bytes) of the workspace that a library lends to each launch, or None.
         built: the template and the recipes, which the program keeps alive (Note [Freed by reference]).
@@ -102,22 +102,22 @@ _Types = dict[int, torch.dtype]
 
 
 def program_of(
-    built: Built, guards: Guards, saved: Mapping[int, int] = MappingProxyType({}), slack_bytes: int = 0
+    built: Built, guards: Guards, sharing: Mapping[int, int] = MappingProxyType({}), slack_bytes: int = 0
 ) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold.
 
     Args:
-        saved: positions of results that may share memory, and when each dies (Note [Saved in one piece]).
+        sharing: positions of results that may share memory, and when each dies (Note [Results in one piece]).
         slack_bytes: see `pgraph.template.plan.make_plan`.
     """
     template = built.template
     direct, dtypes = _output_blocks(built)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
-    position_of = _saved_blocks(built, results, saved)
+    position_of = _sharing_blocks(built, results, sharing)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
     chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100), len(template.plan.chunks))
-    sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: saved[position_of[block]])}
+    sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: sharing[position_of[block]])}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
@@ -129,9 +129,9 @@ def program_of(
         places |= joined
     shared = sorted(position_of[block] for block in sizes if block in places)
     for position in shared:
-        block, offset = places[results[position].index]
-        layout = (template.outputs[position].layout, offset)
-        results[position] = Result(Source.BLOCK, block, make=view, args=layout)
+        piece, offset = places[results[position].index]
+        layout = template.outputs[position].layout
+        results[position] = Result(Source.BLOCK, piece, make=view, args=(layout, offset))
     # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
     assert len(chunks) < 2 or all(chunk.recipe is not None for chunk in chunks), "a chunk without nodes"
     lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
@@ -139,16 +139,18 @@ def program_of(
     return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)
 
 
-def _saved_blocks(built: Built, results: Sequence[Result], saved: Iterable[int]) -> dict[int, int]:
-    """Blocks of results that nothing but the backward has, and the position of each result."""
+def _sharing_blocks(built: Built, results: Sequence[Result], positions: Iterable[int]) -> dict[int, int]:
+    """Blocks of these results, at whose start each lies as the only one, and the position of each result."""
     template = built.template
     regions = Counter(spec.region for spec in template.outputs)
     found = {}
-    for position in saved:
+    for position in positions:
         result, spec = results[position], template.outputs[position]
-        if result.source is not Source.BLOCK or result.make is not None or regions[spec.region] > 1:
+        if result.source is not Source.BLOCK or regions[spec.region] > 1:
             continue
         assert spec.layout is not None
+        assert spec.region is not None
+        assert template.plan.location(spec.region) == (result.index, 0), "a result begins its block"
         dense = _nbytes(spec.layout) == math.prod(spec.layout.size) * spec.layout.dtype.itemsize
         if dense and 0 not in spec.layout.size:
             found[result.index] = position

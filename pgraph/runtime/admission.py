@@ -47,6 +47,7 @@ class Code:
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
         saved: positions of results that are saved for the backward, and their names there.
+        kept: positions of results that are parameters' gradients.
         joint: what is known of the backward.
     """
 
@@ -55,14 +56,16 @@ class Code:
     constants: Sequence[torch.Tensor] = ()
     static: frozenset[int] = frozenset()
     saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
     joint: compat.Joint | None = None
 
     def sharing(self) -> dict[int, int]:
-        """Positions of results that may share memory (Note [Saved in one piece]), and when each dies."""
+        """Positions of results that may share memory (Note [Results in one piece]), and when each dies."""
+        found = dict.fromkeys(self.kept, 0)
         if self.joint is None or not self.joint.plain or compat.packed_by_others():
-            return {}
+            return found
         deaths = self.joint.deaths
-        return {i: deaths[name] for i, name in self.saved.items() if name in deaths}
+        return found | {i: deaths[name] for i, name in self.saved.items() if name in deaths}
 
 
 class Admission:

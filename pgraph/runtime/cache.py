@@ -49,7 +49,7 @@ class Captured:
 
     Attributes:
         lookup: which of them is for which sizes.
-        shared: whether one of them makes results that share memory (Note [Saved in one piece]).
+        shared: whether one of them makes results that share memory (Note [Results in one piece]).
         native: launches in C, where that is possible; else None.
         in_python: launches by the interpreter in Python.
         launch: the usual way: in C, where that is possible. See `launch_first`.

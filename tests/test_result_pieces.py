@@ -1,4 +1,5 @@
-"""Small tensors that a forward saves for its backward share memory (Note [Saved in one piece])."""
+"""Small tensors that a forward saves for its backward share memory, and small gradients of parameters do
+(Note [Results in one piece])."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from pgraph import compat
 from pgraph.compiler import assemble, compile_graph
 from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
-from pgraph.launch.allocations import SAVED_MOST
+from pgraph.launch.allocations import RESULT_MOST
 from pgraph.runtime import registry
 from pgraph.runtime.admission import Code
 
@@ -87,7 +88,7 @@ def test_small_results_that_are_saved_share_memory() -> None:
     compared(Normalized())
     found = shared()
     assert found["forward"] >= 6, "mean and deviation of three norms"
-    assert found["backward"] == 0, "gradients are the program's own"
+    assert found["backward"] == 9, "gradients of three weights, and of three norms' weights and biases"
 
 
 def test_those_share_a_piece_that_the_backward_needs_last_at_about_the_same_time(
@@ -132,9 +133,102 @@ def test_what_the_program_gets_has_memory_of_its_own() -> None:
         out = compiled(torch.randn(32, 16))
         out[0].sum().backward()
     assert shared()["forward"] > 0
-    for tensor in (*out, *(p.grad for p in model.parameters() if p.grad is not None)):
-        assert tensor.storage_offset() == 0
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    assert all(in_memory_of_its_own(tensor) for tensor in out)
+
+
+def in_memory_of_its_own(tensor: Tensor) -> bool:
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return whole and tensor.storage_offset() == 0
+
+
+def test_eager_gradients_may_share_memory_too() -> None:
+    """What the sharing of gradients rests on: programs cannot count on storages of their own."""
+    first, second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    (torch.cat([first, second]) @ torch.randn(4, 3)).square().sum().backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert first.grad.untyped_storage().data_ptr() == second.grad.untyped_storage().data_ptr()
+    assert second.grad.storage_offset() > 0
+
+
+def test_gradients_of_parameters_share_memory_and_are_not_copied() -> None:
+    model = Normalized()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    x = torch.randn(32, 16, requires_grad=True)
+    for _ in range(CALLS):
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        compiled(x)[0].sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 9
+    (address,) = {g.untyped_storage().data_ptr() for g in gradients}
+    assert len({g.data_ptr() for g in gradients}) == 9
+    assert all(g.data_ptr() % 256 == address % 256 for g in gradients), "as aligned as the allocator's own"
+    assert x.grad is not None
+    assert in_memory_of_its_own(x.grad), "the program's own tensor may have any owner"
+
+
+def test_shared_gradients_accumulate_and_update_as_others_do() -> None:
+    """Over several backwards, by two optimizers, and with hooks that change and drop gradients."""
+    for optimizer, clear in itertools.product((torch.optim.SGD, torch.optim.AdamW), (True, False)):
+        model = Normalized()
+        twin = copy.deepcopy(model)
+        found = []
+        for net, backend in ((model, "pgraph"), (twin, "inductor")):
+            options = OPTIONS if backend == "pgraph" else None
+            call = torch.compile(net, backend=backend, options=options)
+            update = optimizer(net.parameters(), lr=1e-2)
+            dropped: list[Tensor] = []
+            for i, parameter in enumerate(net.parameters()):
+                if i % 3 == 0:
+                    parameter.register_hook(lambda gradient: gradient.mul_(0.5))
+                elif i % 3 == 1:
+
+                    def drop(parameter: Tensor, dropped: list[Tensor] = dropped) -> None:
+                        assert parameter.grad is not None
+                        dropped.append(parameter.grad.clone())
+                        parameter.grad = None
+
+                    parameter.register_post_accumulate_grad_hook(drop)
+            torch.manual_seed(3)
+            for _ in range(CALLS):
+                for _ in range(2):
+                    call(torch.randn(32, 16))[0].square().sum().backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                update.step()
+                update.zero_grad(set_to_none=clear)
+            found.append([*net.parameters(), *dropped])
+        assert shared()["backward"] == 9
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+        pgraph.reset()
+        torch._dynamo.reset()
+
+
+def test_a_gradient_of_two_parameters_and_a_large_one_have_memory_of_their_own() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Parameter(torch.randn(16)) for _ in range(3))
+            self.large = nn.Parameter(torch.randn(16, RESULT_MOST // 64 + 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x + self.first + self.second) * self.third) @ self.large
+
+    model = Model()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    reference = Model()
+    reference.load_state_dict(model.state_dict())
+    for _ in range(CALLS):
+        x = torch.randn(4, 16)
+        for net in (model, reference):
+            net.zero_grad(set_to_none=True)
+        compiled(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    assert model.large.grad is not None
+    assert in_memory_of_its_own(model.large.grad)
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_a_part_shares_what_no_other_part_and_no_result_is() -> None:
@@ -142,10 +236,11 @@ def test_a_part_shares_what_no_other_part_and_no_result_is() -> None:
     calls = (SimpleNamespace(inputs=(0,), outputs=(1, 2, 3)), SimpleNamespace(inputs=(0, 2), outputs=(4, 5)))
     # Results: 1 for the program; 1, 2, 3, 4 and 5 for the backward, and 5 once more.
     split = SimpleNamespace(calls=calls, input_slots=(0,), output_slots=(1, 1, 2, 3, 4, 5, 5))
-    given = Memory(frozenset(), frozenset(), (), {i: f"saved {i}" for i in range(1, 7)})
+    given = Memory(frozenset(), frozenset(), (), {i: f"saved {i}" for i in range(1, 7)}, frozenset(range(7)))
     first, second = assemble._memory_of(split, given)  # type: ignore[arg-type]
     assert first.saved == {2: "saved 3"}
     assert second.saved == {0: "saved 4"}
+    assert (first.kept, second.kept) == (frozenset({2}), frozenset({0}))
 
 
 def test_what_is_returned_and_saved_shares_nothing() -> None:
@@ -163,7 +258,7 @@ def test_what_is_returned_and_saved_shares_nothing() -> None:
 
 def test_large_results_share_nothing() -> None:
     model = Normalized(layers=2)
-    rows = SAVED_MOST // (16 * 4) + 1  # activations are larger, statistics are not
+    rows = RESULT_MOST // (16 * 4) + 1  # activations are larger, statistics are not
     assert rows > 4096
     compared(model, rows=rows)
     for partition in registry.live_capturable():
