@@ -5,6 +5,7 @@ Not a program: `coverage.py` forks children that call `measure`; `coverage_count
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -16,6 +17,7 @@ import torch
 from backends import pgraph_report
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
+from host_speed import Cores
 from strain import Strain
 from torch import Tensor
 from worker import Device, quantile
@@ -24,9 +26,11 @@ WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
 WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
-ISSUE_STEPS = 10
+ISSUE_STEPS = 3  # of each turn
 SETTLE_STEPS = 2
 TURNS = 5
+MOST_TURNS = 15
+SLOW = 1.2  # times as slow as the host has been seen: such a turn is taken once more
 
 
 class Updater:
@@ -120,18 +124,14 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     settle(step, device)
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
     allocations, rewritten = device_allocations(device), rewritten_nodes(job)
-    times: list[float] = []
-    with Strain() as strain:
-        for turn in range(TURNS):
-            if turn:
-                alone()
-                settle(step, device)
-            times += device.timed(step, max(2, min(STEPS, int(job.seconds / took)) // TURNS))
+    taken = take_turns(step, device, max(2, min(STEPS, int(job.seconds / took)) // TURNS), alone)
     allocated, again = device_allocations(device), rewritten_nodes(job)
-    steps = len(times) + SETTLE_STEPS * (TURNS - 1)
+    done = sum(len(turn.times) + ISSUE_STEPS + SETTLE_STEPS for turn in taken)
     memory = device.memory()
-    issue = device.issue(step, ISSUE_STEPS)
     memory.pop("device_used_mb")  # the whole device's, while others are on it
+    turns = sorted(taken, key=lambda turn: turn.slowdown)[:TURNS]
+    times = [ms for turn in turns for ms in turn.times]
+    strain = {name: sum(turn.strain[name] for turn in turns) / len(times) for name in turns[0].strain}
     steady = statistics.median(times) / 1e3
     capture_s = None
     report = pgraph_report() if job.backend == "pgraph" else None
@@ -146,17 +146,52 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "ms_per_step": statistics.median(times),
         "ms_p10": quantile(times, 0.1),
         "ms_p90": quantile(times, 0.9),
-        "cpu_issue_ms": statistics.median(issue),
+        "cpu_issue_ms": statistics.median(ms for turn in turns for ms in turn.issue),
         **memory,
-        "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / steps,
+        "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / done,
         "timed_steps": len(times),
-        **strain.per(steps),
-        "rewritten": None if again is None else (again - (rewritten or 0)) / steps,
+        **strain,
+        "host_slowdown": max(turn.slowdown for turn in turns),
+        "turns": len(taken),
+        "rewritten": None if again is None else (again - (rewritten or 0)) / done,
         "compile_s": warm_s[0],
         "capture_s": capture_s,
         "result": value,
         **(coverage_of(report) if report is not None else {}),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Some steps, one after the other.
+
+    Args:
+        times: ms of each, issued back to back.
+        issue: host ms of some more, the device drained before each.
+        strain: see `strain.Strain`, of the first ones.
+        slowdown: of the host at the end, see `host_speed.Cores`.
+    """
+
+    times: list[float]
+    issue: list[float]
+    strain: dict[str, float]
+    slowdown: float
+
+
+def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Turn]:
+    """Turns of so many steps, until there are enough in which the host was fast."""
+    cores, taken = Cores(), list[Turn]()
+    while sum(turn.slowdown <= SLOW for turn in taken) < TURNS and len(taken) < MOST_TURNS:
+        if taken:
+            alone()
+        cores.choose()
+        settle(step, device)
+        with Strain() as strain:
+            times = device.timed(step, steps)
+        issue = device.issue(step, ISSUE_STEPS)
+        taken.append(Turn(times, issue, strain.totals, cores.slowdown()))
+    cores.release()
+    return taken
 
 
 def settle(step: Callable[[], Any], device: Device) -> None:

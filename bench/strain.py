@@ -9,7 +9,6 @@ import gc
 import resource
 import time
 from types import TracebackType
-from typing import Any
 
 
 class Strain:
@@ -44,10 +43,6 @@ class Strain:
         gc.callbacks.remove(self._collected)
         self.totals = {name: after[name] - self._before[name] for name in after}
         self.totals["gc_ms"] = self._collecting * 1e3
-
-    def per(self, steps: int) -> dict[str, Any]:
-        """The totals for one of so many steps."""
-        return {name: total / steps for name, total in self.totals.items()}
 
 
 def _usage() -> dict[str, float]:

@@ -1,0 +1,89 @@
+"""How fast the host's cores are at the moment, and having a process run on fast ones.
+
+Note [Fast cores]: On a shared machine a core may run at half speed for seconds, and the next core may not. A
+step whose host time counts then takes up to one and a half times as long, whichever backend it is. So before
+it is measured a process looks for the fastest cores and stays on them, and afterwards it looks again: what
+was measured while they were slow is measured once more. How fast they are is told by a loop that has nothing
+to do with what is measured.
+
+Not a program: `coverage_time.py` imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOP = 20_000
+FAST = 1.1
+"""A core is fast if it takes at most so many times what the fastest one takes."""
+LEAST_CORES = 2  # a training step has two threads, one for the backward
+
+
+def loop_us() -> float:
+    """Microseconds of a loop that does nothing; the better of two, since an interrupt is no slow core."""
+    took = []
+    for _ in range(2):
+        began = time.perf_counter()
+        for _ in range(LOOP):
+            pass
+        took.append(time.perf_counter() - began)
+    return min(took) * 1e6
+
+
+class Cores:
+    """The cores that this process may use.
+
+    Where the system has no affinity (only Linux has) it runs where it is put, and its speed is still told.
+
+    Args:
+        measure: microseconds of a fixed amount of work, done on the core that it is called on.
+    """
+
+    def __init__(self, measure: Callable[[], float] = loop_us) -> None:
+        self._measure = measure
+        self._allowed = (
+            frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+        )
+        self._best = float("inf")
+
+    def choose(self) -> frozenset[int]:
+        """Have all threads of this process run on the cores that are fast now; returns these."""
+        found = {}
+        for core in self._allowed:
+            _use({core}, threads=(0,))
+            found[core] = self._measure()
+        if not found:
+            self._best = min(self._best, self._measure())
+            return frozenset()
+        ranked = sorted(found, key=lambda core: found[core])
+        best = found[ranked[0]]
+        self._best = min(self._best, best)
+        fast = {core for core in ranked if found[core] <= FAST * best} | {*ranked[:LEAST_CORES]}
+        _use(fast, threads=_threads())
+        return frozenset(fast)
+
+    def slowdown(self) -> float:
+        """What the core that this runs on takes now, over the least seen so far; 1 for no slowdown."""
+        now = self._measure()
+        self._best = min(self._best, now)
+        return now / self._best
+
+    def release(self) -> None:
+        """Have all threads run wherever they might at first."""
+        _use(self._allowed, threads=_threads())
+
+
+def _use(cores: set[int] | frozenset[int], threads: tuple[int, ...]) -> None:
+    for thread in threads:
+        with contextlib.suppress(OSError):  # a thread may have ended, and a container may forbid it
+            os.sched_setaffinity(thread, cores)
+
+
+def _threads() -> tuple[int, ...]:
+    """All of this process."""
+    tasks = Path("/proc/self/task")
+    return tuple(int(task.name) for task in tasks.iterdir()) if tasks.exists() else (0,)
