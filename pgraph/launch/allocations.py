@@ -21,10 +21,11 @@ What a forward saves for its backward and for nobody else:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`RESULT_MOST`), and those of a chunk share
+* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those of a chunk share
   one that die one after the other: at any time one piece of each chunk at most is kept for some of its
-  tenants alone. Were even those more than half of what a launch may exceed the peak by, and than one percent
-  of the peak, the smallest share that are no more than that together.
+  tenants alone. Pieces are so large that even those are no more than a launch may exceed the peak by, or than
+  one percent of the peak (`piece_of`). Were they too small, the smallest share that are no more than that
+  together.
 """
 
 from __future__ import annotations
@@ -38,25 +39,34 @@ import torch
 from pgraph.template.plan import GRANULE
 
 __all__ = [
+    "GRADIENT_MOST",
     "PIECE_MOST",
-    "RESULT_MOST",
+    "SAVED_MOST",
+    "SAVED_PIECE_MOST",
     "TEMPORARY_MOST",
     "Allocation",
     "Places",
     "apart",
     "in_pieces",
     "may_share",
+    "piece_of",
     "smallest",
 ]
 
-RESULT_MOST = 256 << 10
-"""Bytes of a result that may share a piece."""
+SAVED_MOST = 1 << 20
+"""Bytes of a saved tensor that may share a piece."""
+
+GRADIENT_MOST = 256 << 10
+"""Bytes of a gradient that may. Who saves one to a file saves its piece."""
 
 TEMPORARY_MOST = 512 << 10
 """Bytes of a temporary that may."""
 
 PIECE_MOST = 1 << 20
 """Bytes of a piece: more comes from another pool of PyTorch's allocator, whose segments are larger."""
+
+SAVED_PIECE_MOST = 8 << 20
+"""Bytes of a piece of saved tensors, if there is room for it."""
 
 Places = dict[int, tuple[int, int]]
 """block -> (first block of its piece, bytes from the piece's start)"""
@@ -82,7 +92,10 @@ class Allocation:
 
 
 def in_pieces(
-    allocations: Sequence[Allocation], dying: Collection[int], results: Mapping[int, int]
+    allocations: Sequence[Allocation],
+    dying: Collection[int],
+    results: Mapping[int, int],
+    most: int = PIECE_MOST,
 ) -> tuple[tuple[Allocation, ...], Places]:
     """The allocations of one chunk, small ones joined.
 
@@ -90,6 +103,7 @@ def in_pieces(
         allocations: one for each block, in order.
         dying: blocks that are freed after the launch.
         results: bytes of the blocks of results that may share a piece, in the order in which they die.
+        most: bytes of a piece of results.
 
     Returns:
         Fewer allocations, in order; and where the blocks lie that share a piece.
@@ -99,18 +113,32 @@ def in_pieces(
     mine = {block: nbytes for block, nbytes in results.items() if block in by_block}
     places: Places = {}
     joined = {}
-    for sizes in (small, mine):
-        for group in _grouped(sizes.items()):
+    for sizes, limit in ((small, PIECE_MOST), (mine, most)):
+        for group in _grouped(sizes.items(), limit):
             joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
     kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
     return tuple(joined.get(a.block, a) for a in kept), places
 
 
-def may_share(example: Any) -> bool:
-    """Whether a result, of which there is an example from tracing, may lie in a piece with others."""
+def may_share(example: Any, most: int) -> bool:
+    """Whether a result, of which there is an example from tracing, is small enough to lie in a piece.
+
+    Args:
+        most: bytes of it.
+    """
     if not isinstance(example, torch.Tensor) or any(type(n) is not int for n in example.size()):
         return False  # whether it is small differs from call to call
-    return example.numel() * example.element_size() <= RESULT_MOST
+    return example.numel() * example.element_size() <= most
+
+
+def piece_of(room: int, chunks: int) -> int:
+    """Bytes of a piece of results, of which one for each chunk may be kept longer than needed.
+
+    Args:
+        room: bytes that may be kept.
+    """
+    piece = min(SAVED_PIECE_MOST, room // max(1, chunks))
+    return max(PIECE_MOST, piece - piece % GRANULE)
 
 
 def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int]:
@@ -121,23 +149,23 @@ def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int
         room: bytes that may be kept for longer than they are needed.
         chunks: of the program.
     """
-    if room >= chunks * PIECE_MOST:
-        return frozenset(block for block, nbytes in blocks.items() if nbytes <= RESULT_MOST)
+    if room >= chunks * piece_of(room, chunks):
+        return frozenset(block for block, nbytes in blocks.items() if nbytes <= SAVED_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):
         room -= blocks[block]
-        if room < 0 or blocks[block] > RESULT_MOST:
+        if room < 0 or blocks[block] > SAVED_MOST:
             break
         chosen.append(block)
     return frozenset(chosen)
 
 
-def _grouped(members: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Blocks that share a piece, in order; a piece of one is none."""
+def _grouped(members: Iterable[tuple[int, int]], most: int) -> list[list[int]]:
+    """Blocks that share a piece of at most so many bytes, in order; a piece of one is none."""
     groups: list[list[int]] = []
-    filled = PIECE_MOST
+    filled = most
     for block, nbytes in members:
-        if filled + nbytes > PIECE_MOST:
+        if filled + nbytes > most:
             groups.append([])
             filled = 0
         groups[-1].append(block)

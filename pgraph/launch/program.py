@@ -20,7 +20,7 @@ import torch
 from pgraph.capture.build import Built
 from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
-from pgraph.launch.allocations import Allocation, Places, in_pieces, smallest
+from pgraph.launch.allocations import Allocation, Places, in_pieces, piece_of, smallest
 from pgraph.launch.guards import Guards
 from pgraph.launch.views import counted, view
 from pgraph.template.recording import OutputSpec, TensorSpec
@@ -116,13 +116,14 @@ def program_of(
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of = _sharing_blocks(built, results, sharing)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
-    chosen = smallest(sizes, max(slack_bytes // 2, template.plan.peak // 100), len(template.plan.chunks))
+    room, n_chunks = max(slack_bytes, template.plan.peak // 100), len(template.plan.chunks)
+    chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks)
     sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: sharing[position_of[block]])}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
         each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
-        allocate, joined = in_pieces(each, frozenset(chunk.free), sizes)
+        allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece)
         recipe = built.recipes[i] if chunk.last > chunk.first else None
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
         chunks.append(ChunkLaunch(allocate, recipe, free, chunk.release))

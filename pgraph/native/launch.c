@@ -31,10 +31,13 @@
 
 static PyObject *try_program(pg_program *p, Py_ssize_t index, PyObject *args)
 {
+    /* Asking for so much memory makes malloc tidy up all that the program freed since the last call. */
     size_t words = (size_t)(p->n_inputs + 2 * p->n_blocks + p->n_regions);
-    void **memory = PyMem_Calloc(words ? words : 1, sizeof(void *));
+    void **memory = p->spare ? p->spare : PyMem_Malloc(words ? words * sizeof(void *) : 1);
     if (!memory)
         return PyErr_NoMemory();
+    p->spare = NULL; /* the program may be called again before this call ends */
+    memset(memory, 0, words * sizeof(void *));
     pg_frame f = {(PyObject **)memory, (PyObject **)memory + p->n_inputs, memory + p->n_inputs + p->n_blocks,
                   (uint64_t *)(memory + p->n_inputs + 2 * p->n_blocks)};
     void *stream = NULL;
@@ -44,7 +47,10 @@ static PyObject *try_program(pg_program *p, Py_ssize_t index, PyObject *args)
         right = ready(p, &stream);
     spend(p, GUARDS, &mark);
     PyObject *done = right < 0 ? NULL : right ? run(p, index, args, &f, stream, &mark) : Py_NewRef(Py_None);
-    PyMem_Free(memory);
+    if (p->spare)
+        PyMem_Free(memory);
+    else
+        p->spare = memory;
     return done;
 }
 

@@ -104,6 +104,7 @@ typedef struct {
     fn_alias make_alias;
     int64_t made_on; /* the device, as `make_tensor` takes it */
     PyObject *reinterpret, *view;
+    void *spare; /* a frame's memory between two calls; NULL while one runs */
     int timed;
     uint64_t spent[N_PHASES]; /* nanoseconds, since timing was switched on */
 } pg_program;

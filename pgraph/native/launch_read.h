@@ -22,6 +22,7 @@ static void free_program(pg_program *p)
     PyMem_Free(p->traits);
     PyMem_Free(p->chunks);
     PyMem_Free(p->results);
+    PyMem_Free(p->spare);
     Py_XDECREF(p->source);
     Py_XDECREF(p->calls);
     PyMem_Free(p);
