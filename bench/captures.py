@@ -34,6 +34,7 @@ from typing import Any
 import _paths  # noqa: F401  (puts the checkout on sys.path)
 import schema
 import torch
+from host_speed import on_fast_cores
 from tabulate import tabulate
 from torch import Tensor
 
@@ -186,18 +187,21 @@ def measure(driver: Any, nodes: int, rounds: int) -> dict[str, Any]:
     """A row of figures: milliseconds, medians of so many captures."""
     code = program(nodes)
     inputs = [torch.randn(8, 8, device=driver.device) for _ in range(INPUTS)]
-    plain, found = [], []
-    for _ in range(rounds):
+
+    def uncaptured() -> float:
         began = time.perf_counter()
         with torch.no_grad():
             code(list(inputs))
-        plain.append(time.perf_counter() - began)
-    capture(driver, code, inputs)  # whatever is made once is made now
-    for _ in range(rounds):
+        return time.perf_counter() - began
+
+    def captured() -> tuple[int, dict[str, float]]:
         built, seconds = capture(driver, code, inputs)
-        found.append(seconds)
-        recorded = len(built.template.nodes)
-        del built
+        return len(built.template.nodes), seconds
+
+    capture(driver, code, inputs)  # whatever is made once is made now
+    plain = on_fast_cores(uncaptured, rounds)
+    made = on_fast_cores(captured, rounds)
+    recorded, found = made[0][0], [seconds for _, seconds in made]
     parts = {part: statistics.median(one[part] for one in found) * 1e3 for part in PARTS}
     own = [sum(seconds for part, seconds in one.items() if part not in FOREIGN) * 1e3 for one in found]
     return {

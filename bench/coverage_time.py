@@ -17,7 +17,7 @@ import torch
 from backends import pgraph_report
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
-from host_speed import Cores
+from host_speed import SLOW, Cores
 from strain import Strain
 from torch import Tensor
 from worker import Device, quantile
@@ -26,11 +26,10 @@ WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
 WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
-ISSUE_STEPS = 3  # of each turn
 SETTLE_STEPS = 2
 TURNS = 5
-MOST_TURNS = 15
-SLOW = 1.2  # times as slow as the host has been seen: such a turn is taken once more
+BURSTS = 3  # of each turn
+MOST_BURSTS = 15
 
 
 class Updater:
@@ -84,9 +83,11 @@ class Stepper:
         self.inputs = itertools.cycle([subject.inputs(seed) for seed in range(subject.entry.input_sets)])
         self.update = Updater(subject) if subject.train else None
         self.last: Any = None
+        self.count = 0
 
     def __call__(self) -> None:
         """Forward, loss, backward and update; or one inference, which a served model gives back."""
+        self.count += 1
         self.last = None  # under reduce-overhead it lies where the next step writes
         if self.marks:
             torch.compiler.cudagraph_mark_step_begin()
@@ -124,14 +125,16 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     settle(step, device)
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
     allocations, rewritten = device_allocations(device), rewritten_nodes(job)
-    taken = take_turns(step, device, max(2, min(STEPS, int(job.seconds / took)) // TURNS), alone)
+    before = step.count
+    taken = take_turns(step, device, max(2, min(STEPS, int(job.seconds / took)) // (TURNS * BURSTS)), alone)
+    done = step.count - before
     allocated, again = device_allocations(device), rewritten_nodes(job)
-    done = sum(len(turn.times) + ISSUE_STEPS + SETTLE_STEPS for turn in taken)
     memory = device.memory()
     memory.pop("device_used_mb")  # the whole device's, while others are on it
-    turns = sorted(taken, key=lambda turn: turn.slowdown)[:TURNS]
-    times = [ms for turn in turns for ms in turn.times]
-    strain = {name: sum(turn.strain[name] for turn in turns) / len(times) for name in turns[0].strain}
+    bursts = sorted(taken, key=lambda burst: burst.slowdown)[: TURNS * BURSTS]
+    times = [ms for burst in bursts for ms in burst.times]
+    strained = sum(len(burst.times) + 1 for burst in bursts)
+    strain = {name: sum(burst.strain[name] for burst in bursts) / strained for name in bursts[0].strain}
     steady = statistics.median(times) / 1e3
     capture_s = None
     report = pgraph_report() if job.backend == "pgraph" else None
@@ -146,13 +149,13 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "ms_per_step": statistics.median(times),
         "ms_p10": quantile(times, 0.1),
         "ms_p90": quantile(times, 0.9),
-        "cpu_issue_ms": statistics.median(ms for turn in turns for ms in turn.issue),
+        "cpu_issue_ms": statistics.median(burst.issue for burst in bursts),
         **memory,
         "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / done,
         "timed_steps": len(times),
         **strain,
-        "host_slowdown": max(turn.slowdown for turn in turns),
-        "turns": len(taken),
+        "host_slowdown": max(burst.slowdown for burst in bursts),
+        "bursts": len(taken),
         "rewritten": None if again is None else (again - (rewritten or 0)) / done,
         "compile_s": warm_s[0],
         "capture_s": capture_s,
@@ -162,34 +165,40 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class Burst:
     """Some steps, one after the other.
 
     Args:
-        times: ms of each, issued back to back.
-        issue: host ms of some more, the device drained before each.
+        times: ms of each, issued back to back; without the first, which the drained device had to wait for.
+        issue: host ms of one more, the device drained before.
         strain: see `strain.Strain`, of the first ones.
         slowdown: of the host at the end, see `host_speed.Cores`.
     """
 
     times: list[float]
-    issue: list[float]
+    issue: float
     strain: dict[str, float]
     slowdown: float
 
 
-def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Turn]:
-    """Turns of so many steps, until there are enough in which the host was fast."""
-    cores, taken = Cores(), list[Turn]()
-    while sum(turn.slowdown <= SLOW for turn in taken) < TURNS and len(taken) < MOST_TURNS:
-        if taken:
+def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Burst]:
+    """Bursts of so many steps, until there are enough in which the host was fast."""
+    cores, taken = Cores(), list[Burst]()
+    for turn in range(TURNS):
+        if turn:
             alone()
-        cores.choose()
-        settle(step, device)
-        with Strain() as strain:
-            times = device.timed(step, steps)
-        issue = device.issue(step, ISSUE_STEPS)
-        taken.append(Turn(times, issue, strain.totals, cores.slowdown()))
+        fast = 0
+        for burst in range(MOST_BURSTS):
+            if burst == 0 or taken[-1].slowdown > SLOW:
+                cores.choose()
+                settle(step, device)
+            with Strain() as strain:
+                times = device.timed(step, steps + 1)[1:]
+            (issue,) = device.issue(step, 1)
+            taken.append(Burst(times, issue, strain.totals, cores.slowdown()))
+            fast += taken[-1].slowdown <= SLOW
+            if fast == BURSTS:
+                break
     cores.release()
     return taken
 

@@ -1,10 +1,10 @@
-"""How fast the host's cores are at the moment, and having a process run on fast ones.
+"""How fast the host's cores are at the moment, and having a process run on the fastest one.
 
-Note [Fast cores]: On a shared machine a core may run at half speed for seconds, and the next core may not. A
-step whose host time counts then takes up to one and a half times as long, whichever backend it is. So before
-it is measured a process looks for the fastest cores and stays on them, and afterwards it looks again: what
-was measured while they were slow is measured once more. How fast they are is told by a loop that has nothing
-to do with what is measured.
+Note [Fast cores]: On a shared machine a core may run at half speed for milliseconds or seconds, and the next
+core may not. A step whose host time counts then takes up to one and a half times as long, whichever backend
+it is. So before it is measured a process looks for the fastest core and stays on it with all its threads, of
+which one runs at a time; and afterwards it looks again: what was measured on a slow core does not count. How
+fast a core is is told by a loop that has nothing to do with what is measured.
 
 Not a program: `coverage_time.py` imports it.
 """
@@ -16,11 +16,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 LOOP = 20_000
-FAST = 1.1
-"""A core is fast if it takes at most so many times what the fastest one takes."""
-LEAST_CORES = 2  # a training step has two threads, one for the backward
+SLOW = 1.15
+"""Times as slow as the host has been seen: what was measured then is measured once more."""
+
+T = TypeVar("T")
 
 
 def loop_us() -> float:
@@ -50,21 +52,19 @@ class Cores:
         )
         self._best = float("inf")
 
-    def choose(self) -> frozenset[int]:
-        """Have all threads of this process run on the cores that are fast now; returns these."""
+    def choose(self) -> int | None:
+        """Have all threads of this process run on the core that is fastest now; returns it."""
         found = {}
         for core in self._allowed:
             _use({core}, threads=(0,))
             found[core] = self._measure()
         if not found:
             self._best = min(self._best, self._measure())
-            return frozenset()
-        ranked = sorted(found, key=lambda core: found[core])
-        best = found[ranked[0]]
-        self._best = min(self._best, best)
-        fast = {core for core in ranked if found[core] <= FAST * best} | {*ranked[:LEAST_CORES]}
-        _use(fast, threads=_threads())
-        return frozenset(fast)
+            return None
+        fastest = min(found, key=lambda core: (found[core], core))
+        self._best = min(self._best, found[fastest])
+        _use({fastest}, threads=_threads())
+        return fastest
 
     def slowdown(self) -> float:
         """What the core that this runs on takes now, over the least seen so far; 1 for no slowdown."""
@@ -75,6 +75,21 @@ class Cores:
     def release(self) -> None:
         """Have all threads run wherever they might at first."""
         _use(self._allowed, threads=_threads())
+
+
+def on_fast_cores(run: Callable[[], T], rounds: int, cores: Cores | None = None) -> list[T]:
+    """What so many runs return, each on the core that is fastest then.
+
+    A run during which the host became slow is made again; but there are at most four times as many as asked
+    for, of which those on the fastest hosts count.
+    """
+    cores, made = cores or Cores(), list[tuple[float, int, T]]()
+    while sum(slowdown <= SLOW for slowdown, *_ in made) < rounds and len(made) < 4 * rounds:
+        cores.choose()
+        result = run()
+        made.append((cores.slowdown(), len(made), result))
+    cores.release()
+    return [result for *_, result in sorted(made, key=lambda one: one[:2])[:rounds]]
 
 
 def _use(cores: set[int] | frozenset[int], threads: tuple[int, ...]) -> None:

@@ -15,8 +15,8 @@ from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 from pgraph.launch import allocations
 from pgraph.launch.allocations import (
     PIECE_MOST,
-    SAVED_MOST,
-    SAVED_PIECE_MOST,
+    RESULT_MOST,
+    RESULTS_MOST,
     Allocation,
     apart,
     in_pieces,
@@ -108,7 +108,7 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
         assert owned.isdisjoint(range(start, start + nbytes))
         owned |= set(range(start, start + nbytes))
         assert result.untyped_storage().nbytes() > nbytes + 512
-        assert nbytes <= SAVED_MOST
+        assert nbytes <= RESULT_MOST
     assert len(program.shared) == 13
     del results, result
     assert not device.living
@@ -134,7 +134,7 @@ def test_results_that_die_one_after_the_other_share_a_piece() -> None:
 
 def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
-    monkeypatch.setattr(allocations, "SAVED_PIECE_MOST", 2048)
+    monkeypatch.setattr(allocations, "RESULTS_MOST", 2048)
     program = made(FakeDevice(), SAVED)
     pieces: dict[int, list[int]] = {}
     for position in program.shared:
@@ -146,19 +146,19 @@ def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.Monkey
 
 def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> None:
     sizes = dict.fromkeys(range(100), 256 << 10)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, PIECE_MOST, 1) == frozenset(sizes)
+    assert smallest({**sizes, 100: RESULT_MOST + 512}, PIECE_MOST, 1) == frozenset(sizes)
     assert smallest(sizes, PIECE_MOST - 1, 1) == {0, 1, 2}
     assert smallest(sizes, PIECE_MOST, 2) == {0, 1, 2, 3}
 
 
 def test_pieces_are_as_large_as_there_is_room_for() -> None:
     """One for each chunk may be kept longer than needed."""
-    assert piece_of(8 << 20, 1) == piece_of(1 << 30, 2) == SAVED_PIECE_MOST
+    assert piece_of(8 << 20, 1) == piece_of(1 << 30, 2) == RESULTS_MOST
     assert piece_of(8 << 20, 2) == 4 << 20
     assert piece_of(10_000_000, 3) == 3_333_120, "whole granules"
     assert piece_of(PIECE_MOST, 2) == piece_of(0, 1) == PIECE_MOST
-    blocks = [_saved(block, SAVED_MOST) for block in range(6)]
-    made, places = in_pieces(blocks, (), dict.fromkeys(range(6), SAVED_MOST), 4 << 20)
+    blocks = [_saved(block, RESULT_MOST) for block in range(6)]
+    made, places = in_pieces(blocks, (), dict.fromkeys(range(6), RESULT_MOST), 4 << 20)
     assert [(a.block, a.size[0]) for a in made] == [(0, 4 << 20), (4, 2 << 20)]
     assert places[3] == (0, 3 << 20)
     assert places[5] == (4, 1 << 20)
@@ -167,7 +167,7 @@ def test_pieces_are_as_large_as_there_is_room_for() -> None:
 def test_the_smallest_results_share_memory() -> None:
     sizes = {block: 512 * (100 - block) for block in range(100)}
     assert smallest(sizes, 8 << 20, 1) == frozenset(sizes)
-    assert smallest({**sizes, 100: SAVED_MOST + 512}, 8 << 20, 1) == frozenset(sizes)
+    assert smallest({**sizes, 100: RESULT_MOST + 512}, 8 << 20, 1) == frozenset(sizes)
     assert smallest(sizes, 512 * 6, 1) == {97, 98, 99}, "of 1,536, 1,024 and 512 bytes"
     assert smallest(sizes, 511, 1) == smallest({}, 8 << 20, 1) == frozenset()
 

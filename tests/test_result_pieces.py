@@ -19,7 +19,7 @@ from pgraph import compat
 from pgraph.compiler import assemble, compile_graph
 from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
-from pgraph.launch.allocations import GRADIENT_MOST, SAVED_MOST
+from pgraph.launch.allocations import RESULT_MOST
 from pgraph.runtime import registry
 from pgraph.runtime.admission import Code
 
@@ -97,7 +97,7 @@ def test_those_share_a_piece_that_the_backward_needs_last_at_about_the_same_time
     """Of many pieces one at most is kept for some of its tenants alone. Most backwards need them in the
     reverse of the order in which they are made, so this one is told another."""
     monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
-    monkeypatch.setattr(allocations, "SAVED_PIECE_MOST", 2048)
+    monkeypatch.setattr(allocations, "RESULTS_MOST", 2048)
     told: list[dict[int, int]] = []
     real = Code.sharing
 
@@ -211,7 +211,7 @@ def test_a_gradient_of_two_parameters_and_a_large_one_have_memory_of_their_own()
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second, self.third = (nn.Parameter(torch.randn(16)) for _ in range(3))
-            self.large = nn.Parameter(torch.randn(16, GRADIENT_MOST // 64 + 16))
+            self.large = nn.Parameter(torch.randn(16, RESULT_MOST // 64 + 16))
 
         def forward(self, x: Tensor) -> Tensor:
             return ((x + self.first + self.second) * self.third) @ self.large
@@ -259,7 +259,7 @@ def test_what_is_returned_and_saved_shares_nothing() -> None:
 
 def test_large_results_share_nothing() -> None:
     model = Normalized(layers=2)
-    rows = SAVED_MOST // (16 * 4) + 1  # activations are larger, statistics are not
+    rows = RESULT_MOST // (16 * 4) + 1  # activations are larger, statistics are not
     assert rows > 4096
     compared(model, rows=rows)
     for partition in registry.live_capturable():

@@ -24,7 +24,7 @@ from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Memory
 from pgraph.compiler.resplit import Splitter
 from pgraph.drivers import choice
-from pgraph.launch.allocations import GRADIENT_MOST, SAVED_MOST, may_share
+from pgraph.launch.allocations import may_share
 from pgraph.ops.fx import is_neutral
 from pgraph.ops.safety import refusal
 from pgraph.partition.extract import extract
@@ -163,18 +163,16 @@ def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
         static=compat.static_inputs(gm, context.kind == "backward"), donated=frozenset(), gradients=()
     )
     if context.kind == "backward":
-        donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i], SAVED_MOST))
-        kept = (
-            _small(gm, compat.parameter_gradients(gm), GRADIENT_MOST) if context.by_inductor else frozenset()
-        )
+        donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i]))
+        kept = _small(gm, compat.parameter_gradients(gm)) if context.by_inductor else frozenset()
         return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)), kept=kept)
     if context.kind == "forward" and context.by_inductor:
         saved = compat.saved_results(gm)
-        return dataclasses.replace(memory, saved={i: saved[i] for i in _small(gm, saved, SAVED_MOST)})
+        return dataclasses.replace(memory, saved={i: saved[i] for i in _small(gm, saved)})
     return memory
 
 
-def _small(gm: GraphModule, positions: Iterable[int], most: int) -> frozenset[int]:
-    """Those of a graph's results that may share memory: they have no more bytes than that."""
+def _small(gm: GraphModule, positions: Iterable[int]) -> frozenset[int]:
+    """Those of a graph's results that may share memory."""
     results = _results(gm)
-    return frozenset(i for i in positions if may_share(results[i].meta.get("val"), most))
+    return frozenset(i for i in positions if may_share(results[i].meta.get("val")))

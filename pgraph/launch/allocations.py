@@ -21,7 +21,7 @@ What a forward saves for its backward and for nobody else:
   result is copied out of the piece (`apart`).
 * A backward may overwrite what was saved for it, with a gradient for one, or hand it on. Code for small
   tensors is not allowed the first (`may_share`), and where a graph does the second nothing is shared.
-* The piece lives until the last of them dies. So they are small (`SAVED_MOST`), and those of a chunk share
+* The piece lives until the last of them dies. So they are small (`RESULT_MOST`), and those of a chunk share
   one that die one after the other: at any time one piece of each chunk at most is kept for some of its
   tenants alone. Pieces are so large that even those are no more than a launch may exceed the peak by, or than
   one percent of the peak (`piece_of`). Were they too small, the smallest share that are no more than that
@@ -39,10 +39,9 @@ import torch
 from pgraph.template.plan import GRANULE
 
 __all__ = [
-    "GRADIENT_MOST",
     "PIECE_MOST",
-    "SAVED_MOST",
-    "SAVED_PIECE_MOST",
+    "RESULTS_MOST",
+    "RESULT_MOST",
     "TEMPORARY_MOST",
     "Allocation",
     "Places",
@@ -53,11 +52,8 @@ __all__ = [
     "smallest",
 ]
 
-SAVED_MOST = 1 << 20
-"""Bytes of a saved tensor that may share a piece."""
-
-GRADIENT_MOST = 256 << 10
-"""Bytes of a gradient that may. Who saves one to a file saves its piece."""
+RESULT_MOST = 1 << 20
+"""Bytes of a result that may share a piece."""
 
 TEMPORARY_MOST = 512 << 10
 """Bytes of a temporary that may."""
@@ -65,8 +61,8 @@ TEMPORARY_MOST = 512 << 10
 PIECE_MOST = 1 << 20
 """Bytes of a piece: more comes from another pool of PyTorch's allocator, whose segments are larger."""
 
-SAVED_PIECE_MOST = 8 << 20
-"""Bytes of a piece of saved tensors, if there is room for it."""
+RESULTS_MOST = 8 << 20
+"""Bytes of a piece of results, if there is room for it."""
 
 Places = dict[int, tuple[int, int]]
 """block -> (first block of its piece, bytes from the piece's start)"""
@@ -120,15 +116,11 @@ def in_pieces(
     return tuple(joined.get(a.block, a) for a in kept), places
 
 
-def may_share(example: Any, most: int) -> bool:
-    """Whether a result, of which there is an example from tracing, is small enough to lie in a piece.
-
-    Args:
-        most: bytes of it.
-    """
+def may_share(example: Any) -> bool:
+    """Whether a result, of which there is an example from tracing, is small enough to lie in a piece."""
     if not isinstance(example, torch.Tensor) or any(type(n) is not int for n in example.size()):
         return False  # whether it is small differs from call to call
-    return example.numel() * example.element_size() <= most
+    return example.numel() * example.element_size() <= RESULT_MOST
 
 
 def piece_of(room: int, chunks: int) -> int:
@@ -137,7 +129,7 @@ def piece_of(room: int, chunks: int) -> int:
     Args:
         room: bytes that may be kept.
     """
-    piece = min(SAVED_PIECE_MOST, room // max(1, chunks))
+    piece = min(RESULTS_MOST, room // max(1, chunks))
     return max(PIECE_MOST, piece - piece % GRANULE)
 
 
@@ -150,11 +142,11 @@ def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int
         chunks: of the program.
     """
     if room >= chunks * piece_of(room, chunks):
-        return frozenset(block for block, nbytes in blocks.items() if nbytes <= SAVED_MOST)
+        return frozenset(block for block, nbytes in blocks.items() if nbytes <= RESULT_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):
         room -= blocks[block]
-        if room < 0 or blocks[block] > SAVED_MOST:
+        if room < 0 or blocks[block] > RESULT_MOST:
             break
         chosen.append(block)
     return frozenset(chosen)
