@@ -249,7 +249,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
     tensors = tuple(TensorGuard(i + 1, (side, side), (side, 1), 3) for i in range(n_in))
     built = Built(template, recipes, shared, device, 0.0)  # type: ignore[arg-type]
     sharing = {i: 7 * i % 17 for i in range(3, len(outputs))} if case.get("saved") else {}
-    return program_of(built, Guards(tensors, (ValueGuard(0, 42),), **guards), sharing, slack_bytes=8 << 20)
+    guarded = Guards(tensors, (ValueGuard(0, 42),), **guards)
+    return program_of(built, guarded, sharing, 8 << 20, case.get("lasting", ()))
 
 
 CASE = {

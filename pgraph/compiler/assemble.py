@@ -123,6 +123,7 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
     slots = {i: slot for i, slot in enumerate(split.output_slots) if isinstance(slot, int)}
     saved = {slot: memory.saved[i] for i, slot in slots.items() if i in memory.saved}
     kept = {slot for i, slot in slots.items() if i in memory.kept}
+    lasting = {slot for i, slot in slots.items() if i in memory.lasting}
     for call in split.calls:
         places = [position_of.get(slot) for slot in call.inputs]
         alone = [reads[slot] == 1 for slot in call.inputs]
@@ -133,6 +134,7 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
             gradients=tuple(i for i, place in enumerate(places) if place in unsteady),
             saved={i: saved[slot] for i, slot in outputs if slot in saved},
             kept=frozenset(i for i, slot in outputs if slot in kept),
+            lasting=frozenset(i for i, slot in enumerate(call.outputs) if slot in lasting),
         )
 
 
@@ -152,6 +154,7 @@ def _runner(
         static=memory.static,
         saved=memory.saved,
         kept=memory.kept,
+        lasting=memory.lasting,
         joint=context.joint,
         dimensions=dimensions(module),
         watched=_watched(context, module, memory.gradients),

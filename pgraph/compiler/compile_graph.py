@@ -166,10 +166,10 @@ def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
         donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i]))
         kept = _small(gm, compat.parameter_gradients(gm)) if context.by_inductor else frozenset()
         return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)), kept=kept)
-    if context.kind == "forward" and context.by_inductor:
-        saved = compat.saved_results(gm)
-        return dataclasses.replace(memory, saved={i: saved[i] for i in _small(gm, saved)})
-    return memory
+    saved = compat.saved_results(gm) if context.kind == "forward" else {}
+    lasting = frozenset(range(len(_results(gm)))).difference(saved)
+    small = _small(gm, saved) if context.by_inductor else ()
+    return dataclasses.replace(memory, saved={i: saved[i] for i in small}, lasting=lasting)
 
 
 def _small(gm: GraphModule, positions: Iterable[int]) -> frozenset[int]:

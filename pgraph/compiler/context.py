@@ -92,6 +92,7 @@ class Memory:
         gradients: no guard covers their lazy bits and types (Note [Unguarded arguments]).
         saved: results that the backward gets, and their names there (Note [Results in one piece]).
         kept: results that are parameters' gradients.
+        lasting: results that the program gets (Note [Results first]).
     """
 
     static: frozenset[int]
@@ -99,3 +100,4 @@ class Memory:
     gradients: tuple[int, ...]
     saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
     kept: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()

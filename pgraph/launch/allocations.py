@@ -26,6 +26,13 @@ What a forward saves for its backward and for nobody else:
   tenants alone. Pieces are so large that even those are no more than a launch may exceed the peak by, or than
   one percent of the peak (`piece_of`). Were they too small, the smallest share that are no more than that
   together.
+
+Note [Results first]
+A program that keeps a result until it has the next one (``out = model(x)`` in a loop) has two of them, which
+take turns in two places. Were anything allocated before the result, it would find the one place free or the
+other, and so would all that follows: in every other launch most addresses would be new, and the nodes that
+have them would be set. Results that the program gets are therefore allocated before all else in their chunk.
+Both places are taken then, and the rest has the addresses of last time.
 """
 
 from __future__ import annotations

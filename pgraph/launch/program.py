@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -102,15 +102,21 @@ _Types = dict[int, torch.dtype]
 
 
 def program_of(
-    built: Built, guards: Guards, sharing: Mapping[int, int] = MappingProxyType({}), slack_bytes: int = 0
+    built: Built,
+    guards: Guards,
+    sharing: Mapping[int, int] = MappingProxyType({}),
+    slack_bytes: int = 0,
+    lasting: Collection[int] = (),
 ) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold.
 
     Args:
         sharing: positions of results that may share memory, and when each dies (Note [Results in one piece]).
         slack_bytes: see `pgraph.template.plan.make_plan`.
+        lasting: positions of results that may outlive the next launch (Note [Results first]).
     """
     template = built.template
+    first = {template.plan.location(r)[0] for i in lasting if (r := template.outputs[i].region) is not None}
     direct, dtypes = _output_blocks(built)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
@@ -123,6 +129,7 @@ def program_of(
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
         each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
+        each.sort(key=lambda allocation: allocation.block not in first)
         allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece)
         recipe = built.recipes[i] if chunk.last > chunk.first else None
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)

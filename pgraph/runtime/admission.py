@@ -48,6 +48,7 @@ class Code:
         static: argument positions whose memory the caller keeps (parameters and buffers).
         saved: positions of results that are saved for the backward, and their names there.
         kept: positions of results that are parameters' gradients.
+        lasting: positions of results that the program gets.
         joint: what is known of the backward.
     """
 
@@ -57,6 +58,7 @@ class Code:
     static: frozenset[int] = frozenset()
     saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
     kept: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()
     joint: compat.Joint | None = None
 
     def sharing(self) -> dict[int, int]:
@@ -214,7 +216,7 @@ class Admission:
         )
         if built is None:
             return None
-        return program_of(built, specialization.guards, code.sharing(), slack_bytes)
+        return program_of(built, specialization.guards, code.sharing(), slack_bytes, code.lasting)
 
     def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
         try:

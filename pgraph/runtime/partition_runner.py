@@ -57,7 +57,7 @@ class PartitionRunner:
         namespaces: see `pgraph.capture.record.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
-        saved, kept, joint: see `pgraph.runtime.admission.Code`.
+        saved, kept, lasting, joint: see `pgraph.runtime.admission.Code`.
         dimensions: sizes that may vary from call to call.
         watched: argument positions of which more must stay as captured than layout and alignment.
     """
@@ -74,6 +74,7 @@ class PartitionRunner:
         static: frozenset[int] = frozenset(),
         saved: Mapping[int, str] = MappingProxyType({}),
         kept: frozenset[int] = frozenset(),
+        lasting: frozenset[int] = frozenset(),
         joint: compat.Joint | None = None,
         dimensions: tuple[Dimension, ...] = (),
         watched: Mapping[int, Trait] = MappingProxyType({}),
@@ -89,7 +90,7 @@ class PartitionRunner:
         self.stats.met.numbers = frozenset(i for i, d in enumerate(dimensions) if not d.of_tensor)
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._cache = SpecializationCache(driver, options, watched, sizes, self.stats)
-        code = Code(plain, namespaces, constants, static, saved, kept, joint)
+        code = Code(plain, namespaces, constants, static, saved, kept, lasting, joint)
         self.admission = Admission(code, driver, options, self._cache, sizes, self.stats)
         registry.register(self)
 
