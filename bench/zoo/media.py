@@ -62,7 +62,7 @@ _SPEECH: dict[str, Any] = {
 }
 
 ENTRIES = (
-    entry("vit", "ViTForImageClassification", "ViTConfig", IMAGES, _VIT, timed=True),
+    entry("vit", "ViTForImageClassification", "ViTConfig", IMAGES, _VIT),
     entry("deit", "DeiTForImageClassification", "DeiTConfig", IMAGES, _VIT),
     entry("beit", "BeitForImageClassification", "BeitConfig", IMAGES, _VIT),
     entry("dinov2", "Dinov2ForImageClassification", "Dinov2Config", IMAGES, {**_VIT, "patch_size": 14}),
