@@ -14,6 +14,7 @@ from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
 
 from pgraph.launch import allocations
 from pgraph.launch.allocations import (
+    LARGE_PEAK,
     PIECE_MOST,
     RESULT_MOST,
     RESULTS_MOST,
@@ -153,10 +154,11 @@ def test_all_small_results_share_memory_where_a_piece_may_be_kept_longer() -> No
 
 def test_pieces_are_as_large_as_there_is_room_for() -> None:
     """One for each chunk may be kept longer than needed."""
-    assert piece_of(8 << 20, 1) == piece_of(1 << 30, 2) == RESULTS_MOST
-    assert piece_of(8 << 20, 2) == 4 << 20
-    assert piece_of(10_000_000, 3) == 3_333_120, "whole granules"
-    assert piece_of(PIECE_MOST, 2) == piece_of(0, 1) == PIECE_MOST
+    assert piece_of(8 << 20, 1, LARGE_PEAK) == piece_of(1 << 30, 2, LARGE_PEAK) == RESULTS_MOST
+    assert piece_of(8 << 20, 2, LARGE_PEAK) == 4 << 20
+    assert piece_of(10_000_000, 3, LARGE_PEAK) == 3_333_120, "whole granules"
+    assert piece_of(PIECE_MOST, 2, LARGE_PEAK) == piece_of(0, 1, LARGE_PEAK) == PIECE_MOST
+    assert piece_of(8 << 20, 1, LARGE_PEAK - 1) == PIECE_MOST, "small programs take no large segments"
     blocks = [_saved(block, RESULT_MOST) for block in range(6)]
     made, places = in_pieces(blocks, (), dict.fromkeys(range(6), RESULT_MOST), 4 << 20)
     assert [(a.block, a.size[0]) for a in made] == [(0, 4 << 20), (4, 2 << 20)]

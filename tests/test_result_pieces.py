@@ -19,7 +19,7 @@ from pgraph import compat
 from pgraph.compiler import assemble, compile_graph
 from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
-from pgraph.launch.allocations import RESULT_MOST
+from pgraph.launch.allocations import FEW_MOST
 from pgraph.runtime import registry
 from pgraph.runtime.admission import Code
 
@@ -211,7 +211,7 @@ def test_a_gradient_of_two_parameters_and_a_large_one_have_memory_of_their_own()
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second, self.third = (nn.Parameter(torch.randn(16)) for _ in range(3))
-            self.large = nn.Parameter(torch.randn(16, RESULT_MOST // 64 + 16))
+            self.large = nn.Parameter(torch.randn(16, FEW_MOST // 64 + 16))
 
         def forward(self, x: Tensor) -> Tensor:
             return ((x + self.first + self.second) * self.third) @ self.large
@@ -259,7 +259,7 @@ def test_what_is_returned_and_saved_shares_nothing() -> None:
 
 def test_large_results_share_nothing() -> None:
     model = Normalized(layers=2)
-    rows = RESULT_MOST // (16 * 4) + 1  # activations are larger, statistics are not
+    rows = FEW_MOST // (16 * 4) + 1  # activations are larger, statistics are not
     assert rows > 4096
     compared(model, rows=rows)
     for partition in registry.live_capturable():
@@ -328,7 +328,7 @@ def test_small_tensors_that_are_saved_are_not_overwritten(monkeypatch: pytest.Mo
         return real(positions)
 
     monkeypatch.setattr(compat, "donating", seen)
-    compared(Normalized(layers=2), rows=32768)
+    compared(Normalized(layers=2), rows=8192)
     small = Normalized(layers=2)
     compiled = torch.compile(small, backend="pgraph", options=OPTIONS)
     donated = [positions for positions in given if positions]
@@ -337,6 +337,38 @@ def test_small_tensors_that_are_saved_are_not_overwritten(monkeypatch: pytest.Mo
     given.clear()
     compiled(torch.randn(8, 16))[0].sum().backward()
     assert not any(given)
+
+
+def test_where_much_memory_is_needed_larger_tensors_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And these are not overwritten either: the forward's limit is the backward's."""
+    given: list[list[int]] = []
+    real = compat.donating
+
+    def seen(positions: Sequence[int]) -> Any:
+        given.append(list(positions))
+        return real(positions)
+
+    monkeypatch.setattr(compat, "donating", seen)
+    compared(Normalized(layers=4), rows=8192)
+    before = shared()["forward"]
+    assert any(given)
+    pgraph.reset()
+    torch._dynamo.reset()
+    monkeypatch.setattr(allocations, "LARGE_PEAK", 1 << 20)
+    given.clear()
+    compared(Normalized(layers=4), rows=8192)
+    assert shared()["forward"] > before, "activations of 512 KB are among them"
+    assert not any(given)
+
+
+@pytest.mark.parametrize(("total", "small"), [(1 << 20, allocations.FEW_MOST), (128 << 20, 1 << 20)])
+def test_how_large_a_small_tensor_is_follows_from_all_that_is_saved(total: int, small: int) -> None:
+    with torch._subclasses.FakeTensorMode():
+        saved = [torch.empty(total // 8), torch.empty(total // 8), None]
+    assert allocations.small_of(saved) == small
+    assert allocations.may_share(torch.empty(small // 4), small)
+    assert not allocations.may_share(torch.empty(small // 4 + 1), small)
+    assert not allocations.may_share(7, small)
 
 
 def test_nothing_is_shared_before_the_backward_is_known() -> None:

@@ -182,9 +182,11 @@ class Joint:
         plain: whether the backward has been compiled, and looks at what was saved by address alone.
         deaths: for each input of the backward, by name, the place of its last use among the graph's nodes.
             What a forward saves has the same name in both graphs.
+        small: bytes of a result that may share memory with others.
     """
 
     plain: bool = False
+    small: int = 0
     deaths: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 

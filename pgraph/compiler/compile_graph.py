@@ -24,7 +24,7 @@ from pgraph.compiler.borders import bring_up_to_date
 from pgraph.compiler.context import Context, Memory
 from pgraph.compiler.resplit import Splitter
 from pgraph.drivers import choice
-from pgraph.launch.allocations import may_share
+from pgraph.launch.allocations import may_share, small_of
 from pgraph.ops.fx import is_neutral
 from pgraph.ops.safety import refusal
 from pgraph.partition.extract import extract
@@ -140,13 +140,13 @@ def _deaths(gm: GraphModule) -> dict[str, int]:
 
 
 def _is_sparse(value: Any) -> bool:
-    example = value.meta.get("val") if isinstance(value, Node) else None
+    example = _example(value)
     return isinstance(example, torch.Tensor) and example.layout != torch.strided
 
 
 def _storage(value: Any) -> int | None:
     """What stands for the storage of a traced tensor; None if it has none, or no single one."""
-    example = value.meta.get("val") if isinstance(value, Node) else None
+    example = _example(value)
     if not isinstance(example, torch.Tensor) or _is_sparse(value):
         return None
     return example.untyped_storage()._cdata
@@ -162,17 +162,28 @@ def _memory(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Memory:
     memory = Memory(
         static=compat.static_inputs(gm, context.kind == "backward"), donated=frozenset(), gradients=()
     )
+    small = (
+        context.joint.small if context.joint is not None else 0
+    )  # a forward is compiled before its backward
     if context.kind == "backward":
-        donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i]))
-        kept = _small(gm, compat.parameter_gradients(gm)) if context.by_inductor else frozenset()
+        donated = frozenset(i for i in compat.donated_inputs() if not may_share(inputs[i], small))
+        kept = _small(gm, compat.parameter_gradients(gm), small) if context.by_inductor else frozenset()
         return dataclasses.replace(memory, donated=donated, gradients=tuple(compat.tangents(gm)), kept=kept)
     saved = compat.saved_results(gm) if context.kind == "forward" else {}
     lasting = frozenset(range(len(_results(gm)))).difference(saved)
-    small = _small(gm, saved) if context.by_inductor else ()
-    return dataclasses.replace(memory, saved={i: saved[i] for i in small}, lasting=lasting)
+    sharing = {}
+    if saved and context.by_inductor and context.joint is not None:
+        results = _results(gm)
+        context.joint.small = small_of(_example(results[i]) for i in saved)
+        sharing = {i: saved[i] for i in _small(gm, saved, context.joint.small)}
+    return dataclasses.replace(memory, saved=sharing, lasting=lasting)
 
 
-def _small(gm: GraphModule, positions: Iterable[int]) -> frozenset[int]:
+def _small(gm: GraphModule, positions: Iterable[int], small: int) -> frozenset[int]:
     """Those of a graph's results that may share memory."""
     results = _results(gm)
-    return frozenset(i for i in positions if may_share(results[i].meta.get("val")))
+    return frozenset(i for i in positions if may_share(_example(results[i]), small))
+
+
+def _example(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else None

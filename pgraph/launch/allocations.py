@@ -46,6 +46,8 @@ import torch
 from pgraph.template.plan import GRANULE
 
 __all__ = [
+    "FEW_MOST",
+    "LARGE_PEAK",
     "PIECE_MOST",
     "RESULTS_MOST",
     "RESULT_MOST",
@@ -56,11 +58,15 @@ __all__ = [
     "in_pieces",
     "may_share",
     "piece_of",
+    "small_of",
     "smallest",
 ]
 
 RESULT_MOST = 1 << 20
 """Bytes of a result that may share a piece."""
+
+FEW_MOST = 256 << 10
+"""The same where little memory is needed: what shares a piece is not overwritten, so that the peak grows."""
 
 TEMPORARY_MOST = 512 << 10
 """Bytes of a temporary that may."""
@@ -70,6 +76,9 @@ PIECE_MOST = 1 << 20
 
 RESULTS_MOST = 8 << 20
 """Bytes of a piece of results, if there is room for it."""
+
+LARGE_PEAK = 128 << 20
+"""Bytes at the peak of a program that may have such pieces: the other pool's segments take 20 MB at least."""
 
 Places = dict[int, tuple[int, int]]
 """block -> (first block of its piece, bytes from the piece's start)"""
@@ -123,20 +132,41 @@ def in_pieces(
     return tuple(joined.get(a.block, a) for a in kept), places
 
 
-def may_share(example: Any) -> bool:
-    """Whether a result, of which there is an example from tracing, is small enough to lie in a piece."""
+def small_of(examples: Iterable[Any]) -> int:
+    """Bytes of a result that may lie in a piece.
+
+    Args:
+        examples: of what a forward saves, from tracing.
+    """
+    total = sum(nbytes for example in examples if (nbytes := _static_nbytes(example)) is not None)
+    return RESULT_MOST if total >= LARGE_PEAK else FEW_MOST
+
+
+def may_share(example: Any, small: int) -> bool:
+    """Whether a result, of which there is an example from tracing, is small enough to lie in a piece.
+
+    Args:
+        small: see `small_of`.
+    """
+    nbytes = _static_nbytes(example)
+    return nbytes is not None and nbytes <= small
+
+
+def _static_nbytes(example: Any) -> int | None:
+    """None if it is no tensor, or differs from call to call."""
     if not isinstance(example, torch.Tensor) or any(type(n) is not int for n in example.size()):
-        return False  # whether it is small differs from call to call
-    return example.numel() * example.element_size() <= RESULT_MOST
+        return None
+    return example.numel() * example.element_size()
 
 
-def piece_of(room: int, chunks: int) -> int:
+def piece_of(room: int, chunks: int, peak: int) -> int:
     """Bytes of a piece of results, of which one for each chunk may be kept longer than needed.
 
     Args:
         room: bytes that may be kept.
+        peak: of the program.
     """
-    piece = min(RESULTS_MOST, room // max(1, chunks))
+    piece = min(RESULTS_MOST, room // max(1, chunks)) if peak >= LARGE_PEAK else PIECE_MOST
     return max(PIECE_MOST, piece - piece % GRANULE)
 
 
@@ -148,7 +178,7 @@ def smallest(blocks: Mapping[int, int], room: int, chunks: int) -> frozenset[int
         room: bytes that may be kept for longer than they are needed.
         chunks: of the program.
     """
-    if room >= chunks * piece_of(room, chunks):
+    if room >= chunks * PIECE_MOST:
         return frozenset(block for block, nbytes in blocks.items() if nbytes <= RESULT_MOST)
     chosen = list[int]()
     for block in sorted(blocks, key=lambda block: (blocks[block], block)):

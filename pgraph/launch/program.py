@@ -122,8 +122,9 @@ def program_of(
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of = _sharing_blocks(built, results, sharing)
     sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
-    room, n_chunks = max(slack_bytes, template.plan.peak // 100), len(template.plan.chunks)
-    chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks)
+    peak, n_chunks = template.plan.peak, len(template.plan.chunks)
+    room = max(slack_bytes, peak // 100)
+    chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks, peak)
     sizes = {block: sizes[block] for block in sorted(chosen, key=lambda block: sharing[position_of[block]])}
     chunks: list[ChunkLaunch] = []
     places: Places = {}
