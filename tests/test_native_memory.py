@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_native import BOTH, CASE, FakeDevice, arguments, in_c, made
+from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, made
 
 from pgraph.launch import allocations
 from pgraph.launch.allocations import (
@@ -26,7 +26,10 @@ from pgraph.launch.allocations import (
 )
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
+from pgraph.launch.program import Result, Source
+from pgraph.launch.views import view
 from pgraph.native import libraries
+from pgraph.template.recording import TensorSpec
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -133,6 +136,19 @@ def test_results_that_die_one_after_the_other_share_a_piece() -> None:
     assert made[1].tenants == ((13, 0), (10, nbytes))
 
 
+def test_a_piece_is_no_larger_than_it_may_be() -> None:
+    """Neither of results nor of temporaries, whose sizes do not add up to just that."""
+    nbytes, most = 3 * 512, 8 * 512
+    results = [_saved(block, nbytes) for block in range(5)]
+    made, places = in_pieces(results, (), dict.fromkeys(range(5), nbytes), most)
+    assert [(a.block, a.size[0]) for a in made] == [(0, 2 * nbytes), (2, 2 * nbytes), (4, nbytes)]
+    assert places == {0: (0, 0), 1: (0, nbytes), 2: (2, 0), 3: (2, nbytes)}
+    nbytes = 3 * PIECE_MOST // 8
+    temporaries = [dataclasses.replace(_saved(block, nbytes), raw=nbytes) for block in range(5)]
+    made, _ = in_pieces(temporaries, range(5), {})
+    assert [(a.block, a.raw) for a in made] == [(0, 2 * nbytes), (2, 2 * nbytes), (4, nbytes)]
+
+
 def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
     monkeypatch.setattr(allocations, "RESULTS_MOST", 2048)
@@ -221,6 +237,40 @@ def test_tensors_made_in_cpp_are_those_that_python_makes(case: dict[str, Any]) -
         gc.collect()
         assert not device.living
     assert found[None] == found[-1]
+
+
+@BOTH
+@pytest.mark.parametrize("source", [Source.BLOCK, Source.INPUT])
+@pytest.mark.parametrize(
+    ("dtype", "conj", "neg"),
+    [
+        (torch.float32, False, False),
+        (torch.float32, False, True),
+        (torch.int32, False, False),
+        (torch.complex64, False, False),
+        (torch.complex64, True, False),
+        (torch.complex64, True, True),
+    ],
+)
+def test_views_begin_where_they_should_and_keep_their_bits(
+    path: Any, source: Source, dtype: torch.dtype, conj: bool, neg: bool
+) -> None:
+    """Of a block, and of an argument that begins late in its storage; of the same type or another."""
+    device = FakeDevice()
+    device.made_on = -1
+    program = made(device, CASE)
+    index = next(r.index for r in program.results if r.source is source)
+    layout = TensorSpec((3,), (1,), dtype, 8, conj, neg)
+    results = (Result(source, index), Result(source, index, make=view, args=(layout, 16)))
+    late = torch.randn(12 * SIDE)[2 * SIDE : 10 * SIDE].view(SIDE, SIDE)
+    args = [42, late, *arguments(program)[2:]]
+    done = path(dataclasses.replace(program, results=results))(args)
+    assert done is not None
+    owner, part = done[0]
+    assert (owner is late) == (source is Source.INPUT)
+    assert part.data_ptr() == owner.data_ptr() + 24
+    assert (part.is_conj(), part.is_neg(), part.dtype) == (conj, neg, dtype)
+    assert (tuple(part.size()), part.stride()) == ((3,), (1,))
 
 
 def test_tensors_in_inference_mode_are_those_that_python_makes() -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support import RecipeOf, change_program, host, launching, same
-from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, made
+from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, in_python, made
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import DriverError, MatchError
-from pgraph.launch.guards import ValueGuard
+from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
+from pgraph.launch.native import native_addresses
 from pgraph.native import libraries
 from pgraph.template.match import match
 from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
@@ -81,6 +82,20 @@ def test_c_takes_its_own_sizes_and_strides_only(size: Any, stride: Any, right: b
     launched = call(args) is not None
     assert launched == right
     assert bool(device.events) == right
+
+
+@pytest.mark.usefixtures("native_path")
+@pytest.mark.parametrize(
+    ("stride", "right"),
+    [((SIDE, 1, 1), True), ((SIDE, 1, 99), True), ((SIDE, 2, 1), False), ((1, 0, 1), False)],
+)
+def test_strides_of_a_tensor_without_elements_count(stride: Any, right: bool) -> None:
+    """What is made of it has strides like its own. It lies nowhere, and is not taken for one that is gone."""
+    guards = Guards((TensorGuard(0, (0, SIDE, 1), (SIDE, 1, 1), 15),))
+    x = torch.empty(0).as_strided((0, SIDE, 1), stride)
+    native: Any = native_addresses(FakeDevice())(guards)  # type: ignore[arg-type]
+    found = [read([x]) for read in (guards.addresses, native)]
+    assert found == [[0] if right else None] * 2
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
@@ -168,6 +183,32 @@ def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool
     before = list(args)
     with pytest.raises((DriverError, torch.OutOfMemoryError)) as caught:
         call(args)
+    assert device.launches == ran + (wants == "launch")
+    if ran:
+        assert [a is None for a in args] == [False, True, True, True]
+    else:
+        assert all(a is b for a, b in zip(args, before, strict=True))
+    assert caught.value.pgraph_launch == (0, ran)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("native_path")
+@pytest.mark.parametrize("wants", ["memory", "launch"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_python_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool) -> None:
+    """As C does."""
+    device = FakeDevice()
+    program = made(device, {**CASE, "inputs": [(True, 0)] * 3})
+    assert len(program.chunks) > 1
+    if wants == "launch":
+        device.fail_launch = 2 if ran else 1
+    elif ran:
+        device.at_launch = lambda: setattr(device, "refuse_all", True)
+    else:
+        device.refuse_all = True
+    args = [42, *(torch.randn(SIDE, SIDE) for _ in program.guards.tensors)]
+    before = list(args)
+    with pytest.raises((DriverError, torch.OutOfMemoryError)) as caught:
+        in_python(program)(args)
     assert device.launches == ran + (wants == "launch")
     if ran:
         assert [a is None for a in args] == [False, True, True, True]

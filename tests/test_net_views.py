@@ -58,6 +58,19 @@ def test_a_view_of_another_type_counts_from_its_owners_first_byte(start: int, wi
     assert got.data_ptr() == owner.data_ptr() + within + 4
 
 
+@pytest.mark.parametrize("make", [view, counted])
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_view_of_the_same_type_does_so_too(make: Any, start: int) -> None:
+    """With the owner's version counter or another."""
+    owner = torch.arange(24, dtype=torch.float32)[start:]
+    got = make(owner, TensorSpec((3, 2), (2, 1), torch.float32, 8), 4)
+    same(got, owner[3:9].view(3, 2))
+    assert got.data_ptr() == owner.data_ptr() + 12
+    before = got._version
+    owner.add_(1)
+    assert got._version - before == (make is counted)
+
+
 @pytest.mark.usefixtures("cutting_sin")
 def test_a_view_of_another_type_of_an_argument_that_begins_late() -> None:
     """A part hands on its argument as integers; the argument is the rest of a larger tensor."""
