@@ -19,6 +19,7 @@ import torch
 import zoo
 from backends import pgraph_report, register_pgraph
 from coverage_subject import Job, Subject
+from host_speed import Cores
 from tabulate import tabulate
 from worker import Device
 
@@ -72,9 +73,12 @@ def measure(job: Job) -> dict[str, Any]:
             for _ in range(12):
                 step()
         times: dict[str, list[float]] = {name: [] for name in steps}
+        cores = Cores()
         for _ in range(ROUNDS):
             for name, step in steps.items():
+                cores.choose()
                 times[name].append(_ms(device, step))
+        cores.release()
     finally:
         build.match = real
     report = pgraph_report()
