@@ -5,7 +5,6 @@ Not a program: `coverage.py` forks children that call `measure`; `coverage_count
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 from backends import pgraph_report
+from bursts import SETTLE_STEPS, Burst, bursts, fastest, settle
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
-from host_speed import SLOW, Cores
-from strain import Strain
+from host_speed import Cores
 from torch import Tensor
 from worker import Device, quantile
 
@@ -26,10 +25,8 @@ WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
 WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
-SETTLE_STEPS = 2
 TURNS = 5
 BURSTS = 3  # of each turn
-MOST_BURSTS = 15
 
 
 class Updater:
@@ -131,10 +128,10 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     allocated, again = device_allocations(device), rewritten_nodes(job)
     memory = device.memory()
     memory.pop("device_used_mb")  # the whole device's, while others are on it
-    bursts = sorted(taken, key=lambda burst: burst.slowdown)[: TURNS * BURSTS]
-    times = [ms for burst in bursts for ms in burst.times]
-    strained = sum(len(burst.times) + 1 for burst in bursts)
-    strain = {name: sum(burst.strain[name] for burst in bursts) / strained for name in bursts[0].strain}
+    fast = fastest(taken, TURNS * BURSTS)
+    times = [ms for burst in fast for ms in burst.times]
+    strained = sum(len(burst.times) + 1 for burst in fast)
+    strain = {name: sum(burst.strain[name] for burst in fast) / strained for name in fast[0].strain}
     steady = statistics.median(times) / 1e3
     capture_s = None
     report = pgraph_report() if job.backend == "pgraph" else None
@@ -149,12 +146,12 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "ms_per_step": statistics.median(times),
         "ms_p10": quantile(times, 0.1),
         "ms_p90": quantile(times, 0.9),
-        "cpu_issue_ms": statistics.median(burst.issue for burst in bursts),
+        "cpu_issue_ms": statistics.median(burst.issue for burst in fast),
         **memory,
         "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / done,
         "timed_steps": len(times),
         **strain,
-        "host_slowdown": max(burst.slowdown for burst in bursts),
+        "host_slowdown": max(burst.slowdown for burst in fast),
         "bursts": len(taken),
         "rewritten": None if again is None else (again - (rewritten or 0)) / done,
         "compile_s": warm_s[0],
@@ -164,50 +161,15 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Burst:
-    """Some steps, one after the other.
-
-    Args:
-        times: ms of each, issued back to back; without the first, which the drained device had to wait for.
-        issue: host ms of one more, the device drained before.
-        strain: see `strain.Strain`, of the first ones.
-        slowdown: of the host at the end, see `host_speed.Cores`.
-    """
-
-    times: list[float]
-    issue: float
-    strain: dict[str, float]
-    slowdown: float
-
-
 def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Burst]:
-    """Bursts of so many steps, until there are enough in which the host was fast."""
+    """Bursts of so many steps, in turns with whoever else is measured."""
     cores, taken = Cores(), list[Burst]()
     for turn in range(TURNS):
         if turn:
             alone()
-        fast = 0
-        for burst in range(MOST_BURSTS):
-            if burst == 0 or taken[-1].slowdown > SLOW:
-                cores.choose()
-                settle(step, device)
-            with Strain() as strain:
-                times = device.timed(step, steps + 1)[1:]
-            (issue,) = device.issue(step, 1)
-            taken.append(Burst(times, issue, strain.totals, cores.slowdown()))
-            fast += taken[-1].slowdown <= SLOW
-            if fast == BURSTS:
-                break
+        taken += bursts(step, device, steps, BURSTS, cores)
     cores.release()
     return taken
-
-
-def settle(step: Callable[[], Any], device: Device) -> None:
-    """Some steps that do not count: other processes had the caches, and the device was idle."""
-    for _ in range(SETTLE_STEPS):
-        step()
-    device.drain()
 
 
 def rewritten_nodes(job: Job) -> int | None:

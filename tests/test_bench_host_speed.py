@@ -101,4 +101,11 @@ def test_a_host_that_stays_slow_is_measured_all_the_same(
     timing = load("coverage_time")
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
     taken = timing.take_turns(lambda: None, timing.Device("cpu"), 2, lambda: None)
-    assert len(taken) == timing.TURNS * timing.MOST_BURSTS
+    assert len(taken) == timing.TURNS * timing.BURSTS * load("bursts").MOST
+
+
+def test_the_fastest_bursts_count_in_their_order(load: Callable[[str], Any]) -> None:
+    module = load("bursts")
+    taken = [module.Burst([float(i)], 0.0, {}, slowdown) for i, slowdown in enumerate([1.0, 1.4, 1.1, 1.0])]
+    assert [burst.times[0] for burst in module.fastest(taken, 3)] == [0.0, 2.0, 3.0]
+    assert [burst.times[0] for burst in module.fastest(taken, 9)] == [0.0, 1.0, 2.0, 3.0]
