@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import RecipeOf, change_program, host, launching, same
-from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, in_python, made
+from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, made
 from torch import Tensor, nn
 
 import pgraph
@@ -163,11 +163,12 @@ def mutating(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.usefixtures("native_path")
 @pytest.mark.parametrize("wants", ["memory", "launch"])
 @pytest.mark.parametrize("ran", [False, True])
-def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool) -> None:
+@BOTH
+def test_arguments_are_handed_back_only_where_nothing_has_run(path: Any, wants: str, ran: bool) -> None:
     """Whoever gets them back runs the partition again."""
     device = FakeDevice()
     program = made(device, {**CASE, "inputs": [(True, 0)] * 3})
-    call = in_c(program)
+    call = path(program)
     assert len(program.chunks) > 1
 
     def short_of_memory() -> None:
@@ -183,32 +184,6 @@ def test_c_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool
     before = list(args)
     with pytest.raises((DriverError, torch.OutOfMemoryError)) as caught:
         call(args)
-    assert device.launches == ran + (wants == "launch")
-    if ran:
-        assert [a is None for a in args] == [False, True, True, True]
-    else:
-        assert all(a is b for a, b in zip(args, before, strict=True))
-    assert caught.value.pgraph_launch == (0, ran)  # type: ignore[union-attr]
-
-
-@pytest.mark.usefixtures("native_path")
-@pytest.mark.parametrize("wants", ["memory", "launch"])
-@pytest.mark.parametrize("ran", [False, True])
-def test_python_hands_arguments_back_only_where_nothing_has_run(wants: str, ran: bool) -> None:
-    """As C does."""
-    device = FakeDevice()
-    program = made(device, {**CASE, "inputs": [(True, 0)] * 3})
-    assert len(program.chunks) > 1
-    if wants == "launch":
-        device.fail_launch = 2 if ran else 1
-    elif ran:
-        device.at_launch = lambda: setattr(device, "refuse_all", True)
-    else:
-        device.refuse_all = True
-    args = [42, *(torch.randn(SIDE, SIDE) for _ in program.guards.tensors)]
-    before = list(args)
-    with pytest.raises((DriverError, torch.OutOfMemoryError)) as caught:
-        in_python(program)(args)
     assert device.launches == ran + (wants == "launch")
     if ran:
         assert [a is None for a in args] == [False, True, True, True]

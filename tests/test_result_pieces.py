@@ -318,16 +318,22 @@ def test_nothing_is_shared_where_the_backward_hands_on_what_was_saved() -> None:
     assert shared()["forward"] == 0
 
 
-def test_small_tensors_that_are_saved_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient in the place of a saved tensor would lie in its piece."""
-    given: list[list[int]] = []
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Positions of the inputs that each backward may overwrite, of each one that is compiled."""
+    found: list[list[int]] = []
     real = compat.donating
 
     def seen(positions: Sequence[int]) -> Any:
-        given.append(list(positions))
+        found.append(list(positions))
         return real(positions)
 
     monkeypatch.setattr(compat, "donating", seen)
+    return found
+
+
+def test_small_tensors_that_are_saved_are_not_overwritten(given: list[list[int]]) -> None:
+    """A gradient in the place of a saved tensor would lie in its piece."""
     compared(Normalized(layers=2), rows=8192)
     small = Normalized(layers=2)
     compiled = torch.compile(small, backend="pgraph", options=OPTIONS)
@@ -339,16 +345,10 @@ def test_small_tensors_that_are_saved_are_not_overwritten(monkeypatch: pytest.Mo
     assert not any(given)
 
 
-def test_where_much_memory_is_needed_larger_tensors_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_much_memory_is_needed_larger_tensors_share_it(
+    given: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And these are not overwritten either: the forward's limit is the backward's."""
-    given: list[list[int]] = []
-    real = compat.donating
-
-    def seen(positions: Sequence[int]) -> Any:
-        given.append(list(positions))
-        return real(positions)
-
-    monkeypatch.setattr(compat, "donating", seen)
     compared(Normalized(layers=4), rows=8192)
     before = shared()["forward"]
     assert any(given)
