@@ -16,7 +16,8 @@ for the innermost part only:
 - rest: what is none of these
 
 *own* is all of them but the ops and the garbage. *uncaptured* is one ordinary run of the same code. Times are
-medians of several captures. Results go to ``bench/results/captures-<gpu>.json``.
+medians of several captures, each on a core that is fast then. Results go to
+``bench/results/captures-<gpu>.json``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ it is. So before it is measured a process looks for the fastest core and stays o
 which one runs at a time; and afterwards it looks again: what was measured on a slow core does not count. How
 fast a core is is told by a loop that has nothing to do with what is measured.
 
-Not a program: `coverage_time.py` imports it.
+Not a program: whatever measures host time imports it.
 """
 
 from __future__ import annotations

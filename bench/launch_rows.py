@@ -10,8 +10,8 @@ torch's own (Dynamo's guards, AOTAutograd's wrappers), and no backend can take l
 lies outside its own calls is torch's as well.
 
 The device is drained before each group of calls. Changed addresses: between two calls so many of the inputs
-are other tensors, and so many of the last results are kept, so that new ones lie elsewhere. A backend that
-records anew at each call is left after `LONG_S` seconds.
+are other tensors, and so many of the last results are kept, so that new ones lie elsewhere. A backend whose
+groups would take more than `LONG_S` seconds, as one that records anew at each call, is measured in few.
 
 Results go to ``bench/results/launch-<gpu>.json``, the chart of growth beside them.
 """

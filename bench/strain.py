@@ -1,6 +1,6 @@
 """What host time may be due to, beside a run's own work: the kernel's figures and the garbage collector's.
 
-Not a program: `coverage_time.py` imports it.
+Not a program: `bursts.py` imports it.
 """
 
 from __future__ import annotations

@@ -420,6 +420,19 @@ def test_a_capture_under_hooks_of_others_shares_nothing() -> None:
     assert shared()["forward"] == 0
 
 
+def test_gradients_are_not_copied_for_hooks_on_saved_tensors() -> None:
+    """Which never get any."""
+    model = Normalized()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    for _ in range(CALLS):
+        model.zero_grad(set_to_none=True)
+        loss = compiled(torch.randn(32, 16))[0].sum()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            loss.backward()
+    assert shared()["backward"] == 9
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}) == 1
+
+
 def test_checkpointing_and_offloading_of_pytorch_may_share() -> None:
     compared(Normalized(), around=lambda: torch.autograd.graph.save_on_cpu())
     assert shared()["forward"] > 0

@@ -14,7 +14,7 @@ from zoo.own import Classifier
 
 CLASSES = 1000
 
-# (model, compile cost, conv, timed). Timed are those that all backends compile within minutes.
+# (model, compile cost, conv, timed)
 _TIMM: tuple[tuple[str, float, bool, bool], ...] = (
     ("resnet50", 4, True, True),
     ("resnest14d", 3, True, False),

@@ -186,8 +186,8 @@ class Joint:
     """
 
     plain: bool = False
-    small: int = 0
     deaths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    small: int = 0
 
 
 def joint_of() -> Joint | None:

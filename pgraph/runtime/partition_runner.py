@@ -84,6 +84,7 @@ class PartitionRunner:
         self.stats = statistics.PartitionStats(facts.name, facts)
         self._plain = plain
         self._carries_tangents = options.codegen == "aten"  # Inductor's code never does
+        self._saves = bool(saved)  # hooks get nothing else
         self._short = False
         self._instead: Boxed | None = None
         self.stats.met.labels = tuple(dimension.label for dimension in dimensions)
@@ -142,7 +143,7 @@ class PartitionRunner:
         if launched is None:
             return self._run_uncaptured(args, specialization)
         results, rewritten, index = launched
-        if captured.shared and compat.packed_by_others():
+        if self._saves and captured.shared and compat.packed_by_others():
             apart(results, captured.programs[index].shared)
         if self._cache.latest is not captured.specializations[index]:
             with self._cache.lock:  # before this launch is counted: it is no use of the one before
