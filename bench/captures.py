@@ -199,6 +199,7 @@ def measure(driver: Any, nodes: int, rounds: int) -> dict[str, Any]:
         built, seconds = capture(driver, code, inputs)
         return len(built.template.nodes), seconds
 
+    uncaptured()  # cuBLAS's handle cannot be made within a capture
     capture(driver, code, inputs)  # whatever is made once is made now
     plain = on_fast_cores(uncaptured, rounds)
     made = on_fast_cores(captured, rounds)
