@@ -51,18 +51,18 @@ SUMMARY = (
 
 
 def summary_table(data: File) -> str:
-    """Five rows, training beside inference: how many models are right, and four ratios with their worst.
+    """Up to five rows, training beside inference: how many models are right, and four ratios with their worst.
 
-    Empty if the file has no model that was checked.
+    A ratio that no model has is left out. Empty if the file has no model that was checked.
     """
     rows = [row for row in data["rows"] if row["bench"] == "coverage"]
     if not any(checked(rows, mode) for mode in MODES):
         return ""
     lines = [["models whose results are right", *(_right(rows, mode) for mode in MODES)]]
-    lines += [
-        [title, *(_ratio_in_words(ratio(rows, mode, key, over)) for mode in MODES)]
-        for key, over, title in SUMMARY
-    ]
+    for key, over, title in SUMMARY:
+        found = [ratio(rows, mode, key, over) for mode in MODES]
+        if any(found):
+            lines.append([title, *map(_ratio_in_words, found)])
     head = ["pgraph", *(TITLES[mode] for mode in MODES)]
     return f"{caption(data)}\n\n{_markdown(lines, head, 2)}"
 

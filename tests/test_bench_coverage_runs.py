@@ -310,6 +310,15 @@ def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
     assert first[:10] == ["hf/a", "training", "ok", "100.0%", "100", "-", "-", "4.00", "2.00", "1.00"]
 
 
+def test_ratios_that_no_model_has_are_left_out_of_the_short_table(load: Any) -> None:
+    short = load("readme_coverage").summary_table
+    checked = [row for row in example_rows() if row["backend"] == "pgraph"]
+    assert "time of a step, over Inductor's" in short({**HEADER, "rows": example_rows()})
+    text = short({**HEADER, "rows": checked})
+    assert "models whose results are right" in text
+    assert "over" not in text
+
+
 def test_it_runs_end_to_end_on_a_cpu(load: Any, tmp_path: Path) -> None:
     schema = load("schema")
     command = [
