@@ -51,7 +51,7 @@ SUMMARY = (
 
 
 def summary_table(data: File) -> str:
-    """Up to five rows, training beside inference: how many models are right, and four ratios with their worst.
+    """Up to five rows, training beside inference: models that are right, and four ratios with their worst.
 
     A ratio that no model has is left out. Empty if the file has no model that was checked.
     """
