@@ -142,6 +142,19 @@ def test_tensor_layout() -> None:
         assert tuple(numbers[: x.dim()]) == x.stride()
 
 
+def test_memory_format() -> None:
+    """As `Tensor.to` decides whether to copy, also where sizes of 1 leave strides without a meaning."""
+    formats = torch.contiguous_format, torch.channels_last
+    layouts = (((2, 3, 4, 5), (60, 20, 5, 1)), ((2, 3, 4, 5), (60, 1, 15, 3)))
+    layouts += (((2, 3, 1, 1), (3, 1, 1, 1)), ((2, 3, 1, 1), (3, 1, 3, 3)), ((2, 1, 1, 1), (1, 1, 1, 1)))
+    for size, strides in layouts:
+        x = torch.empty_strided(size, strides)
+        kept = [f for f in formats if x.to(memory_format=f) is x]
+        assert kept == [compat.memory_format(x)]
+    volume = torch.empty(2, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    assert compat.memory_format(volume) == torch.channels_last_3d
+
+
 # --- storages
 
 

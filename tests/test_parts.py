@@ -55,6 +55,22 @@ def test_a_gradient_that_each_call_would_copy_is_one_call() -> None:
     assert len(in_parts(BACKWARD, (wide, *arguments([True, True, False])[1:]))) == 1
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_of_one_pixel_that_each_call_would_copy_is_one_call(
+    memory_format: torch.memory_format,
+) -> None:
+    """Both are contiguous in both formats; ATen looks at the strides, of which the last two mean nothing."""
+    rest = torch.randn(8, 4, 1, 1), [8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+    plain, last = ((channels, 1, *last) for channels, last in ((8, (1, 1)), (8, (8, 8))))
+    x = torch.randn(2, 4, 1, 1).as_strided((2, 4, 1, 1), (4, 1, 4, 4))
+    x = x if memory_format == torch.channels_last else x.as_strided((2, 4, 1, 1), (4, 1, 1, 1))
+    for strides in (plain, last):
+        grad = torch.randn(2, 8, 1, 1).as_strided((2, 8, 1, 1), strides)
+        copied = grad.to(memory_format=memory_format) is not grad
+        assert copied == ((strides == last) != (memory_format == torch.channels_last))
+        assert len(in_parts(BACKWARD, (grad, x, *rest))) == (1 if copied else 2)
+
+
 def test_other_ops_are_left_alone() -> None:
     args = (torch.randn(2, 2), torch.randn(2, 2))
     assert in_parts(torch.ops.aten.mm.default, args) == [args]

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from pgraph.compat import memory_format
 from pgraph.ops.fx import op_name
 
 __all__ = ["RECORDED_IN_PARTS", "in_parts", "joined"]
@@ -38,7 +39,12 @@ def in_parts(op: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def _would_copy(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradient comes in another memory format than is computed in: each call would copy it."""
+    """Whether the gradient comes in another memory format than is computed in: each call would copy it.
+
+    In an image of one pixel that is so if the strides of its single elements are others than the input's.
+    """
+    if memory_format(grad_output) != memory_format(input):
+        return True
     last = _CHANNELS_LAST.get(grad_output.dim())
     if last is not None and any(
         t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (input, weight)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "counter_of",
     "forget_storage",
     "lazily",
+    "memory_format",
     "real_values",
     "reinterpret",
     "restrided",
@@ -30,6 +32,10 @@ __all__ = [
 ]
 
 Strides = tuple[int | torch.SymInt, ...]
+
+
+memory_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format
+"""The format that ATen takes a tensor's strides for, those of single elements included; 2.13, 2.15."""
 
 
 assert_size_stride: Callable[..., None] = torch._C._dynamo.guards.assert_size_stride

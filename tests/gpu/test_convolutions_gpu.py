@@ -14,6 +14,8 @@ import torch
 from gpu_helpers import DEVICE, Shaker, assert_launched, compile_pgraph, explain, report
 from torch import Tensor, nn
 
+from pgraph.runtime import registry
+
 pytestmark = pytest.mark.gpu
 
 BATCH, CALLS = 8, 6
@@ -111,3 +113,31 @@ def test_convolutions_are_captured(case: Case, memory_format: torch.memory_forma
     assert len(report().capturable) >= 2, f"not a forward and a backward{explain()}"
     assert_launched(2)
     assert launches[-1] >= launches[-2] + 2, f"launches after each call: {launches}{explain()}"
+
+
+class SqueezeExcite(nn.Module):
+    """Each channel of the images, weighed by two convolutions of an image of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.squeeze, self.excite = (nn.Conv2d(a, b, 1) for a, b in ((16, 96), (96, 8), (8, 96)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = self.first(images)
+        mean = images.mean((2, 3), keepdim=True)
+        return images * torch.sigmoid(self.excite(nn.functional.silu(self.squeeze(mean))))
+
+
+def test_gradients_of_one_pixel_are_copied_once_at_most() -> None:
+    """ATen copies a gradient whose last two strides, which mean nothing, are others than the input's."""
+    module = SqueezeExcite().to(DEVICE, memory_format=torch.channels_last)
+    twin = copy.deepcopy(module)
+    compiled = compile_pgraph(module, min_ops=1)
+    for call in range(CALLS):
+        images = torch.randn(BATCH, 16, 14, 14, device=DEVICE).contiguous(memory_format=torch.channels_last)
+        want = step(twin, twin, images, True)
+        agree(f"call {call}", step(module, compiled, images, True), want)
+    assert report().refused == 0, explain()
+    (backward,) = (p for p in registry.live_capturable() if p.stats.facts.graph.kind == "backward")
+    copies = [node for node in backward.template().nodes if node.kind == "memcpy"]
+    assert len(copies) <= 2, copies
