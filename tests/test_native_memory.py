@@ -149,6 +149,26 @@ def test_a_piece_is_no_larger_than_it_may_be() -> None:
     assert [(a.block, a.raw) for a in made] == [(0, 2 * nbytes), (2, 2 * nbytes), (4, nbytes)]
 
 
+def test_gradients_share_a_piece_with_those_of_about_their_size() -> None:
+    """Whoever keeps one holds at most eight times its memory; and a piece is no larger than another."""
+    sizes = {0: 512, 1: 8 * 512, 2: 512, 3: 2 * 512, 4: 5 * 512, 5: 512, 6: 7 * 512}
+    blocks = [_saved(block, nbytes) for block, nbytes in sizes.items()]
+    made, places = in_pieces(blocks, (), {}, gradients=sizes)
+    assert [(a.block, a.size[0]) for a in made] == [(0, 5 * 512), (1, 20 * 512)]
+    assert places == {
+        0: (0, 0),
+        2: (0, 512),
+        3: (0, 2 * 512),
+        5: (0, 4 * 512),
+        1: (1, 0),
+        4: (1, 8 * 512),
+        6: (1, 13 * 512),
+    }
+    large = [_saved(block, PIECE_MOST // 2) for block in range(3)]
+    made, _ = in_pieces(large, (), {}, gradients=dict.fromkeys(range(3), PIECE_MOST // 2))
+    assert [(a.block, a.size[0]) for a in made] == [(0, PIECE_MOST), (2, PIECE_MOST // 2)]
+
+
 def test_pieces_follow_the_order_in_which_results_die(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocations, "PIECE_MOST", 2048)
     monkeypatch.setattr(allocations, "RESULTS_MOST", 2048)

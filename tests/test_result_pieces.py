@@ -19,9 +19,10 @@ from pgraph import compat
 from pgraph.compiler import assemble, compile_graph
 from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
-from pgraph.launch.allocations import FEW_MOST
+from pgraph.launch.allocations import ALIKE, FEW_MOST
 from pgraph.runtime import registry
 from pgraph.runtime.admission import Code
+from pgraph.template.plan import GRANULE
 
 OPTIONS = {"driver": "host", "step_aside": False}
 CALLS = 5
@@ -162,11 +163,31 @@ def test_gradients_of_parameters_share_memory_and_are_not_copied() -> None:
         compiled(x)[0].sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == 9
-    (address,) = {g.untyped_storage().data_ptr() for g in gradients}
     assert len({g.data_ptr() for g in gradients}) == 9
-    assert all(g.data_ptr() % 256 == address % 256 for g in gradients), "as aligned as the allocator's own"
+    pieces = {g.untyped_storage().data_ptr() for g in gradients}
+    assert len(pieces) == 2, "six of 512 bytes, as the allocator counts, and one of 1,024; and two more"
+    offsets = {g.data_ptr() - g.untyped_storage().data_ptr() for g in gradients}
+    assert not any(offset % GRANULE for offset in offsets), "as aligned as the allocator's own"
     assert x.grad is not None
     assert in_memory_of_its_own(x.grad), "the program's own tensor may have any owner"
+
+
+def test_a_gradient_that_is_kept_holds_at_most_a_few_times_its_memory() -> None:
+    """One for each sample, or for a log: the others, which are larger or many, are not kept with it."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for width in (64,) * 20]
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    held = {name: 0 for name, _ in model.named_parameters()}
+    for _ in range(CALLS):
+        loss = compiled(torch.randn(32, 64)).square().mean()
+        for (name, p), gradient in zip(
+            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            held[name] = gradient.untyped_storage().nbytes()
+            assert held[name] <= ALIKE * -(-p.nbytes // GRANULE) * GRANULE
+    assert shared()["backward"] > 30
+    assert len(set(held.values())) > 1
 
 
 def test_shared_gradients_accumulate_and_update_as_others_do() -> None:
@@ -430,7 +451,7 @@ def test_gradients_are_not_copied_for_hooks_on_saved_tensors() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             loss.backward()
     assert shared()["backward"] == 9
-    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}) == 1
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}) == 2
 
 
 def test_checkpointing_and_offloading_of_pytorch_may_share() -> None:

@@ -10,8 +10,10 @@ they like to their memory: free it, resize it, hand it to another stream. So the
 kinds of small ones. They then lie within a storage instead of at its start, which must not make a difference.
 
 Gradients of parameters have PyTorch for an owner, which hands out parts of a larger storage by itself: of
-parameters that a program concatenates, the gradients are views of one tensor, in eager mode too. They die
+parameters that a program concatenates, the gradients are views of one tensor, in eager mode too. Most die
 together, when the program sets them to None, and freeing them one by one takes as long as allocating them.
+But a program may keep one of them at each step (a layer's bias, for a log), and its piece with it. So those
+of about one size share, and a piece is at most `ALIKE` times as large as any of its gradients.
 
 What a forward saves for its backward and for nobody else:
 
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +49,7 @@ import torch
 from pgraph.template.plan import GRANULE
 
 __all__ = [
+    "ALIKE",
     "FEW_MOST",
     "LARGE_PEAK",
     "PIECE_MOST",
@@ -76,6 +80,9 @@ PIECE_MOST = 1 << 20
 
 RESULTS_MOST = 8 << 20
 """Bytes of a piece of results, if there is room for it."""
+
+ALIKE = 8
+"""Times the bytes of the smallest gradient in a piece that the piece may have."""
 
 LARGE_PEAK = 128 << 20
 """Bytes at the peak of a program that may have such pieces: the other pool's segments take 20 MB at least."""
@@ -108,6 +115,7 @@ def in_pieces(
     dying: Collection[int],
     results: Mapping[int, int],
     most: int = PIECE_MOST,
+    gradients: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[tuple[Allocation, ...], Places]:
     """The allocations of one chunk, small ones joined.
 
@@ -116,18 +124,26 @@ def in_pieces(
         dying: blocks that are freed after the launch.
         results: bytes of the blocks of results that may share a piece, in the order in which they die.
         most: bytes of a piece of results.
+        gradients: bytes of the blocks of parameters' gradients that may share a piece.
 
     Returns:
         Fewer allocations, in order; and where the blocks lie that share a piece.
     """
     small = {a.block: a.raw for a in allocations if 0 < a.raw <= TEMPORARY_MOST and a.block in dying}
     by_block = {a.block: a for a in allocations}
-    mine = {block: nbytes for block, nbytes in results.items() if block in by_block}
+    mine, alike = (
+        {block: nbytes for block, nbytes in sizes.items() if block in by_block}
+        for sizes in (results, gradients)
+    )
+    groups = [
+        *((small, group) for group in _grouped(small.items(), PIECE_MOST)),
+        *((mine, group) for group in _grouped(mine.items(), most)),
+        *((alike, group) for group in _alike(alike)),
+    ]
     places: Places = {}
     joined = {}
-    for sizes, limit in ((small, PIECE_MOST), (mine, most)):
-        for group in _grouped(sizes.items(), limit):
-            joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
+    for sizes, group in groups:
+        joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
     kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
     return tuple(joined.get(a.block, a) for a in kept), places
 
@@ -200,6 +216,20 @@ def _grouped(members: Iterable[tuple[int, int]], most: int) -> list[list[int]]:
         groups[-1].append(block)
         filled += nbytes
     return [group for group in groups if len(group) > 1]
+
+
+def _alike(gradients: Mapping[int, int]) -> list[list[int]]:
+    """Blocks that share a piece, each about as large as the others; a piece of one is none."""
+    groups: list[list[int]] = []
+    filled = most = 0
+    for block in sorted(gradients, key=lambda block: (gradients[block], block)):
+        nbytes = gradients[block]
+        if filled + nbytes > most:
+            groups.append([])
+            filled, most = 0, min(PIECE_MOST, ALIKE * nbytes)
+        groups[-1].append(block)
+        filled += nbytes
+    return [sorted(group) for group in groups if len(group) > 1]
 
 
 def _joined(blocks: Sequence[Allocation], sizes: Mapping[int, int], places: Places) -> Allocation:

@@ -107,6 +107,7 @@ def program_of(
     sharing: Mapping[int, int] = MappingProxyType({}),
     slack_bytes: int = 0,
     lasting: Collection[int] = (),
+    gradients: Collection[int] = (),
 ) -> Program:
     """The program of a partition that was captured for arguments of which `guards` hold.
 
@@ -114,14 +115,17 @@ def program_of(
         sharing: positions of results that may share memory, and when each dies (Note [Results in one piece]).
         slack_bytes: see `pgraph.template.plan.make_plan`.
         lasting: positions of results that may outlive the next launch (Note [Results first]).
+        gradients: positions of small gradients of parameters, which may share memory with one another.
     """
     template = built.template
     first = {template.plan.location(r)[0] for i in lasting if (r := template.outputs[i].region) is not None}
     direct, dtypes = _output_blocks(built)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
-    position_of = _sharing_blocks(built, results, sharing)
-    sizes = {block: template.plan.blocks[block].nbytes for block in position_of}
+    position_of, gradient_of = (_sharing_blocks(built, results, these) for these in (sharing, gradients))
+    sizes, alike = (
+        {block: template.plan.blocks[block].nbytes for block in found} for found in (position_of, gradient_of)
+    )
     peak, n_chunks = template.plan.peak, len(template.plan.chunks)
     room = max(slack_bytes, peak // 100)
     chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks, peak)
@@ -131,12 +135,13 @@ def program_of(
     for i, chunk in enumerate(template.plan.chunks):
         each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
         each.sort(key=lambda allocation: allocation.block not in first)
-        allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece)
+        allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece, alike)
         recipe = built.recipes[i] if chunk.last > chunk.first else None
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
         chunks.append(ChunkLaunch(allocate, recipe, free, chunk.release))
         places |= joined
-    shared = sorted(position_of[block] for block in sizes if block in places)
+    sharers = position_of | gradient_of
+    shared = sorted(position for block, position in sharers.items() if block in places)
     for position in shared:
         piece, offset = places[results[position].index]
         layout = template.outputs[position].layout

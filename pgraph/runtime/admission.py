@@ -62,12 +62,11 @@ class Code:
     joint: compat.Joint | None = None
 
     def sharing(self) -> dict[int, int]:
-        """Positions of results that may share memory (Note [Results in one piece]), and when each dies."""
-        found = dict.fromkeys(self.kept, 0)
+        """Saved results that may share memory, and when each dies: Note [Results in one piece]."""
         if self.joint is None or not self.joint.plain or compat.packed_by_others():
-            return found
+            return {}
         deaths = self.joint.deaths
-        return found | {i: deaths[name] for i, name in self.saved.items() if name in deaths}
+        return {i: deaths[name] for i, name in self.saved.items() if name in deaths}
 
 
 class Admission:
@@ -216,7 +215,8 @@ class Admission:
         )
         if built is None:
             return None
-        return program_of(built, specialization.guards, code.sharing(), slack_bytes, code.lasting)
+        sharing = code.sharing()
+        return program_of(built, specialization.guards, sharing, slack_bytes, code.lasting, code.kept)
 
     def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
         try:
