@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,18 +87,20 @@ def judge(truth: Tensors, eager: Tensors, again: Tensors, mine: Tensors) -> Verd
         ValueError: the fp32 run or eager gave NaN or infinity: the model itself is unfit.
     """
     names = [name for name in truth if truth[name].numel()]
-    sizes = {name: size(truth[name]) for name in names}
-    errors = {name: distance(eager[name], truth[name]) for name in names}
+    given = [name for name in names if name in mine and mine[name].shape == truth[name].shape]
+    sizes = dict(zip(names, sizes_of([truth[name] for name in names]), strict=True))
+    errors, spreads = distances(names, eager, truth), distances(names, again, eager)
+    mine_errors = distances(given, mine, truth)
     for name in names:
         if not all(map(finite, (*sizes[name], *errors[name]))):
             raise ValueError(f"eager's {name} is not finite")
     typical = _typical(names, sizes, errors)
     found, mine_relative, eager_relative = [], [], []
     for name in names:
-        if name not in mine or mine[name].shape != truth[name].shape:
+        if name not in mine_errors:
             found.append(Mismatch(name, (float("inf"),) * 2, (0.0, 0.0)))
             continue
-        spread, error = distance(again[name], eager[name]), distance(mine[name], truth[name])
+        spread, error = spreads[name], mine_errors[name]
         group = typical[group_of(name)]
         allowed = tuple(
             FACTOR * max(errors[name][i], group.relative[i] * sizes[name][i])
@@ -123,7 +126,7 @@ def shared(mismatch: Mismatch, truth: Tensors, inductor: Tensors) -> bool:
         return False
     if not all(map(finite, mismatch.error)):
         return False
-    theirs = distance(inductor[mismatch.name], truth[mismatch.name])
+    theirs = distances([mismatch.name], inductor, truth)[mismatch.name]
     return all(2 * t >= e or e <= a for t, e, a in zip(theirs, mismatch.error, mismatch.allowed, strict=True))
 
 
@@ -131,21 +134,39 @@ def outside(mismatch: Mismatch, truth: Tensors, inductor: Tensors) -> bool:
     """Whether plain Inductor leaves the bounds of that tensor, by however much."""
     if mismatch.name not in truth or mismatch.name not in inductor:
         return False
-    theirs = distance(inductor[mismatch.name], truth[mismatch.name])
+    theirs = distances([mismatch.name], inductor, truth)[mismatch.name]
     return not all(t <= a for t, a in zip(theirs, mismatch.allowed, strict=True))
 
 
-def size(x: Tensor) -> Sizes:
-    """Root mean square and largest magnitude, computed in fp64."""
-    x = x.detach().double()
-    return x.square().mean().sqrt().item(), x.abs().max().item()
+def sizes_of(tensors: Sequence[Tensor]) -> list[Sizes]:
+    """Root mean square and largest magnitude of each, computed in fp64.
+
+    All are asked for before any is waited for: where processes take turns on a GPU, each wait is a turn.
+    """
+    doubles = (x.detach().double() for x in tensors)
+    return [(mean, most) for mean, most in numbers_of([_size(x) for x in doubles])]
 
 
-def distance(a: Tensor, b: Tensor) -> Sizes:
-    """`size` of the difference; infinite where shapes differ."""
-    if a.shape != b.shape:
-        return float("inf"), float("inf")
-    return size(a.detach().double() - b.detach().double())
+def distances(names: Sequence[str], a: Tensors, b: Tensors) -> dict[str, Sizes]:
+    """By name, the sizes of the differences; infinite where shapes differ."""
+    alike = [name for name in names if a[name].shape == b[name].shape]
+    asked = [_size(a[name].detach().double() - b[name].detach().double()) for name in alike]
+    found = {name: (mean, most) for name, (mean, most) in zip(alike, numbers_of(asked), strict=True)}
+    return {name: found.get(name, (float("inf"),) * 2) for name in names}
+
+
+def _size(x: Tensor) -> Tensor:
+    return torch.stack((x.square().mean().sqrt(), x.abs().max()))
+
+
+def numbers_of(asked: Sequence[Tensor]) -> list[Any]:
+    """`tolist` of each tensor; all have one shape and dtype, and those of a device are read at once."""
+    found: list[Any] = [None] * len(asked)
+    for device in {x.device for x in asked}:
+        places = [i for i, x in enumerate(asked) if x.device == device]
+        for place, numbers in zip(places, torch.stack([asked[i] for i in places]).tolist(), strict=True):
+            found[place] = numbers
+    return found
 
 
 def finite(value: float) -> bool:

@@ -16,6 +16,7 @@ import _paths  # noqa: F401  (puts examples/ on sys.path)
 import torch
 import zoo
 from backends import compile_kwargs
+from coverage_judge import numbers_of
 from torch import Tensor
 from zoo.entry import Draw, Inputs, calibrated, lively, without_chance
 
@@ -142,7 +143,7 @@ class Subject:
         What still overflows at a scale of 1 stays, and the judge says so. Buffers change.
         """
         while self.scale > 1 and not all(
-            x.isfinite().all() for x in self.step(self.program, inputs).values()
+            numbers_of([x.isfinite().all() for x in self.step(self.program, inputs).values()])
         ):
             self.scale /= 4
 
@@ -156,8 +157,10 @@ class Subject:
                 found[f"gradient of {name}"] = parameter.grad if scale == 1 else parameter.grad / scale
                 parameter.grad = None
         # Masks of -inf are no results. A buffer that is NaN in one run alone is missing there: that shows.
-        buffers = {name: b for name, b in program.named_buffers() if b.isfinite().all()}
-        return found | {f"buffer {name}": b.detach().clone() for name, b in buffers.items()}
+        buffers = dict(program.named_buffers())
+        finite = numbers_of([b.isfinite().all() for b in buffers.values()])
+        whole = [name for name, yes in zip(buffers, finite, strict=True) if yes]
+        return found | {f"buffer {name}": buffers[name].detach().clone() for name in whole}
 
     def truth(self, inputs: Inputs) -> dict[str, Tensor]:
         """The same step in fp32 throughout, by a copy of the program that takes over today's values."""
