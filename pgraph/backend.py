@@ -159,13 +159,15 @@ def _aten(
 
         return compile_graph
 
-    return aot_autograd(
+    compiled = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         partition_fn=_partition,
         keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    )
+    with compat.tokens_at_home():
+        return compiled(gm, example_inputs)  # type: ignore[no-any-return]  # untyped
 
 
 def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -142,6 +142,16 @@ def test_tensor_layout() -> None:
         assert tuple(numbers[: x.dim()]) == x.stride()
 
 
+def test_what_a_tensor_is_a_view_of() -> None:
+    with torch.no_grad():
+        x = torch.ones(2, 3)
+        assert compat.base_of(x) is None
+        assert compat.base_of(x.view(-1)[:4]) is x
+        assert compat.base_of(compat.reinterpret(x, (4,), (1,), 0)) is None
+    with torch.inference_mode():
+        assert compat.base_of(torch.ones(2, 3).view(-1)) is None
+
+
 def test_memory_format() -> None:
     """As `Tensor.to` decides whether to copy, also where sizes of 1 leave strides without a meaning."""
     formats = torch.contiguous_format, torch.channels_last

@@ -205,6 +205,23 @@ def test_a_backward_is_compiled_with_its_forward(eager: bool) -> None:
     assert set(compiled) == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("at_home", [True, False])
+def test_tokens_are_made_within_a_graph(at_home: bool) -> None:
+    given: list[int] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        given.append(len(inputs))
+        return compat.boxed_module(gm)
+
+    def fn(x: Tensor) -> Tensor:
+        torch.ops.aten._print("")  # its effect is ordered
+        return x + 1
+
+    with compat.tokens_at_home() if at_home else contextlib.nullcontext():
+        torch.compile(fn, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(torch.ones(2))
+    assert given == [1 if at_home else 2]
+
+
 def test_donated_inputs() -> None:
     """What a backward may overwrite stands in the tracing context, which the compiler of a part reads."""
     assert compat.donated_inputs() == ()

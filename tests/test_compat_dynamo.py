@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pgraph import compat
 
@@ -127,14 +128,40 @@ def test_sizes_that_were_marked_unbacked() -> None:
     assert compat.marked_unbacked(3) == frozenset()
 
 
+def nonzero_rows() -> torch.SymInt:
+    """A number that only data tell."""
+    env = ShapeEnv()
+    found = env.create_unbacked_symint()
+    assert isinstance(found, torch.SymInt)
+    return found
+
+
 def test_where_a_symbol_comes_from() -> None:
     def sources(gm: torch.fx.GraphModule) -> list[str | None]:
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         sizes = [size for x in values if isinstance(x, Tensor) for size in x.size()]
-        return [compat.symbol_source(size) for size in sizes if isinstance(size, torch.SymInt)]
+        found = [compat.symbol_sources(size) for size in sizes if isinstance(size, torch.SymInt)]
+        assert sorted(compat.symbol_sources(sizes[0] * 2 + sizes[1])) == sorted({**found[0], **found[1]})
+        return [source for each in found for source in each.values()]
 
     (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=sources, dynamic=True)
     assert found == ["L['x'].size()[0]", "L['x'].size()[1]"]
+    assert set(compat.symbol_sources(nonzero_rows()).values()) == {None}
+
+
+def test_what_sizes_made_of_some_values_are() -> None:
+    def values(gm: torch.fx.GraphModule) -> list[Any]:
+        (x,) = (node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder") if node.users)
+        if not isinstance(x, Tensor):
+            return []
+        rows, columns = x.size()
+        sums = [compat.values_of(n) for n in (rows, rows // 2, rows + columns)]
+        return [each((4, 9)) for each in sums] + [sums[2](range(65)), sums[0](range(65))]
+
+    (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=values, dynamic=True)
+    assert found[:3] == [{4, 9}, {2, 4}, {8, 13, 18}]
+    assert found[3] is None, "4,225 ways"
+    assert found[4] == set(range(65))
 
 
 def test_traced_function() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pgraph
 from pgraph.compat import lazily
-from pgraph.launch.views import counted, view
+from pgraph.launch.views import based, beside, counted, view
 from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.template.recording import TensorSpec
 
@@ -226,3 +226,57 @@ def test_a_view_of_an_argument_that_was_written_into_since_is_refused(fn: Any, d
                 out.backward()
     assert pgraph.report().launches
     assert any(spec.counted for spec in results_of_parts()), "no view of an argument was saved"
+
+
+def slice_first(x: Tensor) -> tuple[Tensor, ...]:
+    made = x.sin()
+    return made.view(-1)[:4], made.expand(3, *made.shape)
+
+
+def base_last(x: Tensor) -> tuple[Tensor, ...]:
+    made = x.sin()
+    return made[1:], made.t(), made
+
+
+def base_between(x: Tensor) -> tuple[Tensor, ...]:
+    made = x.sin()
+    return made.t()[1:], made, made.view(-1)[2:]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("fn", [slice_first, base_last, base_between])
+def test_gradients_of_views_whose_base_comes_later_or_not_at_all(
+    fn: Callable[[Tensor], tuple[Tensor, ...]], dynamic: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd takes the gradient of as much as lies in what a view is a view of."""
+    monkeypatch.setenv("PGRAPH_NATIVE", str(int(native)))
+    compiled = host(fn, dynamic=dynamic)
+    for call in range(4):
+        x = torch.randn(2 + call % 2 * dynamic, 3, requires_grad=True)
+        got, want = ([*out, *torch.autograd.grad(summed(out), x)] for out in (compiled(x), fn(x)))
+        same(got, want)
+    with launching(2):
+        torch.autograd.grad(summed(compiled(x)), x)
+
+
+def summed(results: tuple[Tensor, ...]) -> Tensor:
+    """Each result counts ten times as much as the one before."""
+    return torch.stack([10**i * result.sum() for i, result in enumerate(results)]).sum()
+
+
+def test_a_view_of_a_layout_and_one_beside_it() -> None:
+    block = torch.arange(24.0)
+    layout, base = (
+        TensorSpec(size, stride, torch.float32, offset, False, False)
+        for size, stride, offset in (((4,), (1,), 16), ((2, 3), (3, 1), 8))
+    )
+    made = based(block, layout, 24, base)
+    assert made.tolist() == [10, 11, 12, 13]
+    assert made._base is not None
+    assert made._base.tolist() == [[8, 9, 10], [11, 12, 13]]
+    assert beside(made, (2, 3), (3, 1), 8) is made._base
+    other = beside(made, (3, 2), (1, 3), 8)
+    assert other._base is made._base
+    assert other.tolist() == [[8, 11], [9, 12], [10, 13]]
+    assert beside(block, (2,), (1,), 3).tolist() == [3, 4]

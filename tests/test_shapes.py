@@ -17,6 +17,8 @@ from support import host, same
 from torch import Tensor
 
 import pgraph
+from pgraph.drivers.host.faults import HostFaults, inject
+from pgraph.ops.safety import mark_unsafe, unmark_unsafe
 from pgraph.runtime import registry
 from pgraph.runtime.keeping import PATIENCE, WAITING
 from pgraph.runtime.specialization import Specialization
@@ -227,3 +229,49 @@ def test_a_size_that_was_marked_unbacked_is_told_with_its_own_fix() -> None:
         assert ("a size of an input that was marked unbacked" in report) == unbacked
         assert ("Fix: torch._dynamo.mark_dynamic in the place of mark_unbacked" in report) == unbacked
         assert (pgraph.report().captures == 0) == unbacked
+
+
+@pytest.fixture
+def cutting_cumsum() -> Iterator[None]:
+    mark_unsafe("aten::cumsum", "cuts the graph of a test", "none")
+    yield
+    unmark_unsafe("aten::cumsum")
+
+
+def halves(x: Tensor) -> Tensor:
+    """What follows `cumsum` takes half as many rows, and no argument tells how many there were."""
+    half = x.view(-1, 2, 6).sum(1).exp().cumsum(0)
+    return ((half * 2).sin() @ half.t()).relu().softmax(-1) + 1
+
+
+def calls_of_halves(compiled: Any, sizes: Iterable[int]) -> Any:
+    """Two calls per size, compared with eager; the report of the part behind `cumsum`."""
+    for n in sizes:
+        for _ in range(2):
+            x = torch.randn(n, 6)
+            torch._dynamo.mark_static(x, 1)
+            torch.testing.assert_close(compiled(x), halves(x))
+    return pgraph.report().partitions[2]
+
+
+@pytest.mark.usefixtures("cutting_cumsum")
+def test_sizes_made_of_others_are_sizes() -> None:
+    """They are computed and listed as others are, where the partition knows nothing else of them."""
+    part = calls_of_halves(host(halves, "inductor", dynamic=True), range(8, 26, 2))
+    assert part.computed > 0
+    pgraph.reset()
+    torch._dynamo.reset()
+    part = calls_of_halves(host(halves, dynamic=True, capture_sizes=(8, 12)), range(8, 18, 2))
+    assert part.captures == 2
+    told = str(pgraph.report())
+    assert "((dimension 0 of x)//2) is 7, and option capture_sizes lists 8, 12" in told, told
+
+
+@pytest.mark.usefixtures("cutting_cumsum")
+def test_a_size_made_of_others_that_is_refused_says_nothing_of_its_siblings() -> None:
+    compiled = host(halves, dynamic=True)
+    with inject(HostFaults(fail_at="begin", fail_as="lost")):
+        calls_of_halves(compiled, (6, 6, 6))
+    part = calls_of_halves(compiled, (8, 10, 12, 8))
+    assert part.captures == 3
+    assert part.launches == 5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pgraph.capture.recorder import GhostRange, Recorder
-from pgraph.compat import same_counter
+from pgraph.compat import base_of, same_counter
 from pgraph.errors import CaptureError
 from pgraph.reasons import Reason
 from pgraph.template.recording import OutputSpec, TensorSpec
@@ -24,6 +24,10 @@ def output_specs(
     What a forward returns and saves is one tensor or a view of it, and their version counter tells autograd
     when it was written into. Two tensors on the same memory, each with a counter, would give wrong gradients
     and no error. The same holds of an argument and a view of it that is saved.
+
+    Where the first of them is a view, and what it is a view of comes later or is no result, AOTAutograd still
+    looks at the latter's layout (``_base``), and takes as much of a gradient as fits in there. So the first
+    is a view of a tensor of that layout, and the others are views of that tensor, or the tensor itself.
     """
     origins = _Origins(recorder, moved, regions)
     specs: list[OutputSpec] = []
@@ -38,6 +42,7 @@ def output_specs(
                     break
                 if same_counter(results[other], value):
                     spec = dataclasses.replace(spec, view_of=other)
+                    specs[other] = dataclasses.replace(specs[other], base=_base(results[other], origins))
                     break
             others.append(position)
         specs.append(spec)
@@ -69,6 +74,27 @@ class _Origins:
         return self._ranges.get(value.untyped_storage()._cdata)
 
 
+def _layout(value: torch.Tensor, range_: int, origins: _Origins) -> TensorSpec:
+    """Of a tensor within a range."""
+    offset = 0
+    if origins.recorder.ranges[range_].nbytes:
+        # Not `data_ptr()`, which is 0 for an empty tensor.
+        start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
+        offset = int(start) - origins.regions[origins.moved[range_]].address
+    sizes = tuple(value.size()), tuple(value.stride())
+    return TensorSpec(*sizes, value.dtype, offset, value.is_conj(), value.is_neg())
+
+
+def _base(value: torch.Tensor, origins: _Origins) -> TensorSpec | None:
+    """The layout of what a result is a view of; None if it is none, or has other elements or bits."""
+    base, i = base_of(value), origins.range(value)
+    if base is None or i is None:
+        return None
+    mine, its = _layout(value, i, origins), _layout(base, i, origins)
+    alike = (mine.dtype, mine.conj, mine.neg) == (its.dtype, its.conj, its.neg) == (its.dtype, False, False)
+    return its if alike else None
+
+
 def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
     if not isinstance(value, torch.Tensor):
         return OutputSpec(constant=value)
@@ -76,14 +102,7 @@ def _output_spec(value: Any, origins: _Origins) -> OutputSpec:
         return OutputSpec(input=i)
     arena = origins.recorder.arena
     if (i := origins.range(value)) is not None:
-        r, region = origins.recorder.ranges[i], origins.moved[i]
-        offset = 0
-        if r.nbytes:
-            # Not `data_ptr()`, which is 0 for an empty tensor.
-            start = value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size()
-            offset = int(start) - origins.regions[region].address
-        sizes = tuple(value.size()), tuple(value.stride())
-        layout = TensorSpec(*sizes, value.dtype, offset, value.is_conj(), value.is_neg())
+        region, layout = origins.moved[i], _layout(value, i, origins)
         if i < len(origins.recorder.inputs):
             counted = same_counter(origins.recorder.counters[i], value)
             return OutputSpec(input=region, layout=layout, counted=counted)

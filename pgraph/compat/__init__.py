@@ -26,6 +26,7 @@ from pgraph.compat.aot import (
     saved_results,
     static_inputs,
     tangents,
+    tokens_at_home,
     tracing,
 )
 from pgraph.compat.dispatcher import is_composite, is_registered
@@ -37,9 +38,10 @@ from pgraph.compat.dynamo import (
     is_compiled,
     marked_unbacked,
     plain_symbol,
-    symbol_source,
+    symbol_sources,
     trace,
     traced_function,
+    values_of,
 )
 from pgraph.compat.frames import Compilation, hear_compilations, known_backends, module_with
 from pgraph.compat.inductor import (
@@ -61,6 +63,7 @@ from pgraph.compat.settings import library_settings
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
+    base_of,
     counter_of,
     forget_storage,
     lazily,
@@ -87,6 +90,7 @@ __all__ = [
     "Tracing",
     "UnwrappedMode",
     "assert_size_stride",
+    "base_of",
     "boxed",
     "boxed_module",
     "compilation",
@@ -138,15 +142,17 @@ __all__ = [
     "saved_results",
     "static_inputs",
     "storage_is_gone",
-    "symbol_source",
+    "symbol_sources",
     "tangents",
     "tensor_layout",
     "tensor_shims",
+    "tokens_at_home",
     "trace",
     "traced_function",
     "tracing",
     "unknown_settings",
     "untested",
     "unwrap_mutations",
+    "values_of",
     "weak_storage",
 ]

@@ -34,6 +34,7 @@ __all__ = [
     "saved_results",
     "static_inputs",
     "tangents",
+    "tokens_at_home",
     "tracing",
 ]
 
@@ -275,6 +276,13 @@ def donating(positions: Sequence[int]) -> Iterator[None]:
 def eager_backward() -> contextlib.AbstractContextManager[Any]:
     """Have AOTAutograd compile a backward together with its forward, and not when it first runs."""
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def tokens_at_home() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd make the tokens of ordered effects within a graph, as it does for Inductor, not pass
+    them in and out: it does not count them among the strides of what a forward saves; 2.13, 2.15.
+    """
+    return torch._functorch.config.patch(unlift_effect_tokens=True)
 
 
 def tangents(gm: torch.fx.GraphModule) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ __all__ = [
     "is_compiled",
     "marked_unbacked",
     "plain_symbol",
-    "symbol_source",
+    "symbol_sources",
     "trace",
     "traced_function",
+    "values_of",
 ]
 
 
@@ -105,15 +107,36 @@ def evaluate(size: torch.SymInt, numbers: Mapping[str, int]) -> int | None:
     return None if None in known.values() else int(expression.subs(known))
 
 
-def symbol_source(size: torch.SymInt) -> str | None:
-    """Where Dynamo found a symbol, e.g. ``L['x'].size()[0]``."""
+_COMBINATIONS = 4096
+
+
+def values_of(size: torch.SymInt) -> Callable[[Collection[int]], frozenset[int] | None]:
+    """What a symbolic number comes to where each of its symbols has one of the values given; None if there
+    are too many ways; 2.13, 2.15. Nothing of the trace is kept.
+    """
+    expression = size.node.expr
+    symbols = tuple(expression.free_symbols)
+
+    def found(values: Collection[int]) -> frozenset[int] | None:
+        if len(values) ** len(symbols) > _COMBINATIONS:
+            return None
+        ways = itertools.product(values, repeat=len(symbols))
+        return frozenset(int(expression.subs(dict(zip(symbols, way, strict=True)))) for way in ways)
+
+    return found
+
+
+def symbol_sources(size: torch.SymInt) -> dict[str, str | None]:
+    """Where Dynamo found each symbol of a symbolic number, by its name, e.g. ``L['x'].size()[0]``; None for
+    what data tell; 2.11, 2.13, 2.15.
+    """
     env: Any = size.node.shape_env
-    sources = env.var_to_sources.get(size.node.expr) or (None,)
-    source = sources[0]
-    if source is None:
-        return None
-    name = source.name
-    return str(name() if callable(name) else name)
+    found: dict[str, str | None] = {}
+    for symbol in sorted(size.node.expr.free_symbols, key=str):
+        source = (env.var_to_sources.get(symbol) or (None,))[0]
+        name = source.name if source is not None else None
+        found[str(symbol)] = str(name() if callable(name) else name) if name is not None else None
+    return found
 
 
 def marked_unbacked(value: Any) -> frozenset[Any]:

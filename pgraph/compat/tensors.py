@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = [
     "Strides",
     "assert_size_stride",
+    "base_of",
     "counter_of",
     "forget_storage",
     "lazily",
@@ -32,6 +33,11 @@ __all__ = [
 ]
 
 Strides = tuple[int | torch.SymInt, ...]
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of, as autograd sees it; None if it is no view; 2.13, 2.15."""
+    return tensor._base
 
 
 memory_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format

@@ -22,7 +22,7 @@ from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import Allocation, Places, in_pieces, piece_of, smallest
 from pgraph.launch.guards import Guards
-from pgraph.launch.views import counted, view
+from pgraph.launch.views import based, beside, counted, view
 from pgraph.template.recording import OutputSpec, TensorSpec
 
 __all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of"]
@@ -228,8 +228,11 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
     assert spec.region is not None
     if spec.view_of is not None and (place := _within(built, spec)) is not None:
         layout = (spec.layout.size, spec.layout.stride, place)
-        return Result(Source.RESULT, spec.view_of, make=torch.as_strided, args=layout)
+        make = torch.as_strided if built.template.outputs[spec.view_of].base is None else beside
+        return Result(Source.RESULT, spec.view_of, make=make, args=layout)
     block, offset = built.template.plan.location(spec.region)
+    if spec.base is not None:
+        return Result(Source.BLOCK, block, make=based, args=(spec.layout, offset, spec.base))
     if direct.get(block) == spec.layout:
         return Result(Source.BLOCK, block)
     dtype = direct[block].dtype if block in direct else dtypes[block]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from pgraph.compat import lazily, reinterpret
+from pgraph.compat import base_of, lazily, reinterpret
 from pgraph.template.recording import TensorSpec
 
-__all__ = ["counted", "view"]
+__all__ = ["based", "beside", "counted", "view"]
 
 
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
@@ -20,6 +20,23 @@ def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
 def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     """The same with the owner's version counter, if they are of one type."""
     return _view(owner, layout, offset, _part)
+
+
+def based(owner: torch.Tensor, layout: TensorSpec, offset: int, base: TensorSpec) -> torch.Tensor:
+    """The same as a view of a tensor that is laid out as `base`, which has the same type."""
+    whole = view(owner, base, offset)
+    first = (layout.offset - base.offset) // layout.dtype.itemsize
+    return torch.as_strided(whole, layout.size, layout.stride, whole.storage_offset() + first)
+
+
+def beside(other: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """A view of what another result, made by `based`, is a view of; or that very tensor."""
+    whole = base_of(other)
+    if whole is None:  # in inference mode there are no views
+        return torch.as_strided(other, size, stride, offset)
+    if (whole.size(), whole.stride(), whole.storage_offset()) == (size, stride, offset):
+        return whole
+    return torch.as_strided(whole, size, stride, offset)
 
 
 def _part(owner: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:

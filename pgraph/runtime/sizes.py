@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ class Dimension:
         label: in the user's words, e.g. ``"dimension 0 of x"``.
         position: among the partition's arguments.
         dim: of that tensor; None if the argument is the number itself.
-        of_tensor: the user gave it as a size; False for a number among the user's own arguments.
+        of_tensor: the user gave it as a size; False for a number among the user's own arguments, and for what
+            the program made of several sizes or numbers.
+        derived: what it is where the user's sizes are some of those given; None: it is such a size.
     """
 
     label: str
     position: int
     dim: int | None
     of_tensor: bool = True
+    derived: Callable[[Collection[int]], frozenset[int] | None] | None = None
 
     def of(self, args: Sequence[Any]) -> int:
         """Its value today."""
@@ -42,10 +45,18 @@ class Dimension:
 
 
 def dimensions(module: GraphModule) -> tuple[Dimension, ...]:
-    """The plain symbols among the sizes of a module's inputs, each once."""
+    """The symbols among the sizes of a module's inputs, and what others were made into (``s // 2``)."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     # What nothing reads (a generator's state that is not needed) may be of any size.
-    return tuple(symbols_in([node.meta.get("val") if node.users else None for node in placeholders]).values())
+    values = [node.meta.get("val") if node.users else None for node in placeholders]
+    plain = symbols_in(values)
+    derived: dict[str, Dimension] = {}
+    for position, value in enumerate(values):
+        for dim, size in enumerate(value.size()) if isinstance(value, torch.Tensor) else [(None, value)]:
+            if isinstance(size, torch.SymInt) and not compat.symbol_sources(size).keys() <= plain.keys():
+                made = Dimension(_made_of(size), position, dim, False, compat.values_of(size))
+                derived.setdefault(str(size), made)
+    return (*plain.values(), *derived.values())
 
 
 def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
@@ -65,10 +76,17 @@ def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
 
 def _label(size: torch.SymInt, name: str) -> tuple[str, bool]:
     """A symbol in the user's words, and whether it is a size."""
-    source = compat.symbol_source(size) or name
-    plain = re.sub(r"L\['(\w+)'\]", r"\1", source)
+    plain = re.sub(r"L\['(\w+)'\]", r"\1", compat.symbol_sources(size)[name] or name)
     tensor = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", plain)
     return (f"dimension {tensor[2]} of {tensor[1]}", True) if tensor else (plain, False)
+
+
+def _made_of(size: torch.SymInt) -> str:
+    """An expression of symbols in the user's words."""
+    text = str(size)
+    for name in compat.symbol_sources(size):
+        text = re.sub(rf"\b{name}\b", f"({_label(size, name)[0]})", text)
+    return text
 
 
 class Sizes:
@@ -81,7 +99,17 @@ class Sizes:
         limit: option `max_captures`.
     """
 
-    __slots__ = ("_crowded", "_evicting", "_last", "_limit", "_name", "_varying", "dimensions", "listed")
+    __slots__ = (
+        "_crowded",
+        "_evicting",
+        "_last",
+        "_limit",
+        "_name",
+        "_varying",
+        "_wanted",
+        "dimensions",
+        "listed",
+    )
 
     def __init__(
         self, name: str, dimensions: tuple[Dimension, ...], listed: tuple[int, ...], limit: int | None
@@ -91,6 +119,7 @@ class Sizes:
         self._name = name
         self._limit = limit
         self._last: tuple[int, ...] | None = None
+        self._wanted: tuple[frozenset[int] | None, ...] | None = None
         self._varying = self._evicting = self._crowded = False
 
     def of(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -99,11 +128,22 @@ class Sizes:
 
     def wanted(self, args: Sequence[Any]) -> bool:
         """Whether sizes like these are to be captured."""
-        return not self.listed or all(d.of(args) in self.listed for d in self.dimensions)
+        return not self._odd(args)
+
+    def _odd(self, args: Sequence[Any]) -> list[Dimension]:
+        """Those that are not listed; of what is made of sizes: that no listed ones make."""
+        if self._wanted is None:
+            self._wanted = tuple(
+                self.listed if d.derived is None else d.derived(self.listed) for d in self.dimensions
+            )
+        if not self.listed:
+            return []
+        pairs = zip(self.dimensions, self._wanted, strict=True)
+        return [d for d, wanted in pairs if wanted is not None and d.of(args) not in wanted]
 
     def unlisted(self, args: Sequence[Any]) -> Reason:
         """Why sizes like these wait for ever."""
-        odd = [f"{d.label} is {d.of(args)}" for d in self.dimensions if d.of(args) not in self.listed]
+        odd = [f"{d.label} is {d.of(args)}" for d in self._odd(args)]
         listed = ", ".join(map(str, sorted(self.listed)))
         return Reason("size-not-listed", f"{' and '.join(odd)}, and option capture_sizes lists {listed}")
 

@@ -125,6 +125,7 @@ def _origin(output: OutputSpec) -> Hashable | None:
         output.same,
         output.view_of,
         output.counted,
+        output.base is not None,
     )
 
 

@@ -90,7 +90,8 @@ class OutputSpec:
     returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
     not depend on the call; `unread` if its value means nothing). `same` is the position of an earlier
     result that was the very same tensor, `view_of` of one that it shared its version counter with;
-    `counted` if it shared that of the input.
+    `counted` if it shared that of the input. `base` is of a result that others are views of (`view_of`), and
+    that was a view itself: how the tensor was laid out that it was a view of.
     """
 
     region: int | None = None
@@ -101,6 +102,7 @@ class OutputSpec:
     same: int | None = None
     view_of: int | None = None
     counted: bool = False
+    base: TensorSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
