@@ -276,10 +276,16 @@ class Holes:
         held: list[Tensor] = []
         for power in range(28, 9, -1):  # 256 MB to 1 KB
             for _ in range(64):
-                if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**power:
+                before, allocated = _bytes()
+                if before - allocated < 2**power:
                     break
-                before = torch.cuda.memory_reserved()
                 block = torch.empty(2**power, dtype=torch.uint8, device=self.device)
-                if torch.cuda.memory_reserved() > before:
+                if _bytes()[0] > before:
                     break  # no free block was large enough, this one is new
                 held.append(block.fill_(0xFF))
+
+
+def _bytes() -> tuple[int, int]:
+    """Reserved and allocated ones. PyTorch's functions for each make a table of all statistics, each time."""
+    numbers = torch.cuda.memory_stats_as_nested_dict()
+    return tuple(numbers[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
