@@ -159,15 +159,13 @@ def _aten(
 
         return compile_graph
 
-    compiled = aot_autograd(
+    return aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         partition_fn=_partition,
         keep_inference_input_mutations=True,
-    )
-    with compat.tokens_at_home():
-        return compiled(gm, example_inputs)  # type: ignore[no-any-return]  # untyped
+    )(gm, example_inputs)
 
 
 def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

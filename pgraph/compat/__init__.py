@@ -26,7 +26,7 @@ from pgraph.compat.aot import (
     saved_results,
     static_inputs,
     tangents,
-    tokens_at_home,
+    tokens,
     tracing,
 )
 from pgraph.compat.dispatcher import is_composite, is_registered
@@ -146,7 +146,7 @@ __all__ = [
     "tangents",
     "tensor_layout",
     "tensor_shims",
-    "tokens_at_home",
+    "tokens",
     "trace",
     "traced_function",
     "tracing",

@@ -34,7 +34,7 @@ __all__ = [
     "saved_results",
     "static_inputs",
     "tangents",
-    "tokens_at_home",
+    "tokens",
     "tracing",
 ]
 
@@ -278,11 +278,12 @@ def eager_backward() -> contextlib.AbstractContextManager[Any]:
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 
 
-def tokens_at_home() -> contextlib.AbstractContextManager[Any]:
-    """Have AOTAutograd make the tokens of ordered effects within a graph, as it does for Inductor, not pass
-    them in and out: it does not count them among the strides of what a forward saves; 2.13, 2.15.
+def tokens() -> int:
+    """How many of the results of the graph that is compiled, the first ones, are tokens of ordered effects;
+    none where Inductor's front end has them made within the graph; 2.13, 2.15.
     """
-    return torch._functorch.config.patch(unlift_effect_tokens=True)
+    context = TracingContext.try_get()
+    return len(getattr(context.fw_metadata if context is not None else None, "tokens", None) or ())
 
 
 def tangents(gm: torch.fx.GraphModule) -> list[int]:

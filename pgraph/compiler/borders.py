@@ -143,8 +143,12 @@ class Borders:
         return copied
 
     def _output_strides(self) -> list[Strides | None]:
-        """The strides of each output of the whole graph; None where they depend on data."""
-        values = [self._values[o] if isinstance(o, int) else None for o in self._split.output_slots]
+        """The strides of each output of the whole graph; None where they depend on data.
+
+        AOTAutograd counts without tokens what a forward saves, and only there does it look.
+        """
+        slots = self._split.output_slots[compat.tokens() :]
+        values = [self._values[o] if isinstance(o, int) else None for o in slots]
         strides = [value.stride() if _strided(value) else None for value in values]
         return [None if any(unbacked(stride) for stride in found or ()) else found for found in strides]
 
