@@ -155,13 +155,13 @@ def test_what_sizes_made_of_some_values_are() -> None:
         if not isinstance(x, Tensor):
             return []
         rows, columns = x.size()
-        sums = [compat.values_of(n) for n in (rows, rows // 2, rows + columns)]
+        sums = [compat.values_of(n) for n in (rows, rows // 2, rows + columns, 60 // (rows - 4))]
         return [each((4, 9)) for each in sums] + [sums[2](range(65)), sums[0](range(65))]
 
     (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=values, dynamic=True)
-    assert found[:3] == [{4, 9}, {2, 4}, {8, 13, 18}]
-    assert found[3] is None, "4,225 ways"
-    assert found[4] == set(range(65))
+    assert found[:4] == [{4, 9}, {2, 4}, {8, 13, 18}, {12}]
+    assert found[4] is None, "4,225 ways"
+    assert found[5] == set(range(65))
 
 
 def test_traced_function() -> None:

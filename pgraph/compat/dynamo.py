@@ -120,8 +120,11 @@ def values_of(size: torch.SymInt) -> Callable[[Collection[int]], frozenset[int] 
     def found(values: Collection[int]) -> frozenset[int] | None:
         if len(values) ** len(symbols) > _COMBINATIONS:
             return None
-        ways = itertools.product(values, repeat=len(symbols))
-        return frozenset(int(expression.subs(dict(zip(symbols, way, strict=True)))) for way in ways)
+        made = set()
+        for way in itertools.product(values, repeat=len(symbols)):
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # such sizes cannot be
+                made.add(int(expression.subs(dict(zip(symbols, way, strict=True)))))
+        return frozenset(made)
 
     return found
 
