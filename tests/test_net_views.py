@@ -243,14 +243,12 @@ def base_between(x: Tensor) -> tuple[Tensor, ...]:
     return made.t()[1:], made, made.view(-1)[2:]
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("fn", [slice_first, base_last, base_between])
 def test_gradients_of_views_whose_base_comes_later_or_not_at_all(
-    fn: Callable[[Tensor], tuple[Tensor, ...]], dynamic: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+    fn: Callable[[Tensor], tuple[Tensor, ...]], dynamic: bool
 ) -> None:
     """AOTAutograd takes the gradient of as much as lies in what a view is a view of."""
-    monkeypatch.setenv("PGRAPH_NATIVE", str(int(native)))
     compiled = host(fn, dynamic=dynamic)
     for call in range(4):
         x = torch.randn(2 + call % 2 * dynamic, 3, requires_grad=True)

@@ -131,7 +131,7 @@ def values_of(size: torch.SymInt) -> Callable[[Collection[int]], frozenset[int] 
 
 def symbol_sources(size: torch.SymInt) -> dict[str, str | None]:
     """Where Dynamo found each symbol of a symbolic number, by its name, e.g. ``L['x'].size()[0]``; None for
-    what data tell; 2.11, 2.13, 2.15.
+    what data tell; 2.13, 2.15.
     """
     env: Any = size.node.shape_env
     found: dict[str, str | None] = {}
