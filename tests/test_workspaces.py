@@ -80,21 +80,37 @@ def test_the_one_that_is_kept_is_lent() -> None:
         made.plan.location(1)
 
 
-def test_several_are_temporaries() -> None:
-    """Of two streams: nothing tells which of them is kept for which."""
+def with_another(nbytes: int) -> list[Recording]:
+    """Both captures, with a second workspace, of so many bytes."""
     found = [recording(base, (0, 5)) for base in (0, 1 << 40)]
-    found = [
+    return [
         dataclasses.replace(
             r,
             allocations=(
                 *r.allocations,
-                GhostAllocation(r.allocations[0].address + (6 << 20), 64, 0, None, library=True),
+                GhostAllocation(r.allocations[0].address + (6 << 20), nbytes, 0, None, library=True),
             ),
         )
         for r in found
     ]
+
+
+@pytest.mark.parametrize("nbytes", [64, SIZE, SIZE + 512], ids=["smaller", "as-large", "larger-than-is-lent"])
+def test_of_several_the_largest_is_lent(nbytes: int) -> None:
+    """Product and bias by cuBLASLt, a bare product by cuBLAS; two may be in use at once, so one is lent."""
     slots = (*SLOTS, Slot(4, 16, 3, 0))
-    made = build._template(Lender(), *found, slots, frozenset(), [(0, 0)], 0)
+    made = build._template(Lender(), *with_another(nbytes), slots, frozenset(), [(0, 0)], 0)
+    assert [(r.index, r.nbytes) for r in made.regions if r.kind == "workspace"] == [(1, SIZE)]
+    (other,) = made.regions[4:]
+    assert (other.kind, other.nbytes) == ("temp", nbytes)
+    assert made.slots == (*SLOTS, Slot(4, 16, other.index, 0))
+    assert made.plan.location(other.index)
+
+
+def test_of_several_none_is_lent_where_none_is_kept() -> None:
+    slots = (*SLOTS, Slot(4, 16, 3, 0))
+    made = build._template(HostDriver(), *with_another(64), slots, frozenset(), [(0, 0)], 0)
+    assert [r.kind for r in made.regions[4:]] == ["temp", "temp"]
     assert "workspace" not in {r.kind for r in made.regions}
 
 

@@ -265,11 +265,10 @@ def _template(
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
     workspaces = _workspaces(a, b)
-    if len(workspaces) == 1 and driver.lends_workspace(regions[min(workspaces)].nbytes):
-        whole = min(workspaces)
-        regions[whole] = dataclasses.replace(regions[whole], kind="workspace")
-    else:
-        slots = _split(regions, slots, workspaces, (*a.steps, n))
+    lent = _lent(driver, {i: regions[i].nbytes for i in workspaces})
+    if lent is not None:
+        regions[lent] = dataclasses.replace(regions[lent], kind="workspace")
+    slots = _split(regions, slots, workspaces - {lent}, (*a.steps, n))
     plan = _plan(a.order, regions, slots, mates, slack_bytes)
     nodes = tuple(node_facts(node.kind, node.name, len(node.params)) for node in a.nodes)
     return Template(nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
@@ -278,6 +277,17 @@ def _template(
 def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
     pairs = enumerate(zip(a.allocations, b.allocations, strict=True))
     return frozenset(i for i, (x, y) in pairs if x.library and y.library)
+
+
+def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
+    """The workspace (region -> bytes) that launches find where the library keeps it; None: they find none.
+
+    There may be several: cuBLAS's, cuBLASLt's of a thirtieth of its size, those of an op's own streams. A
+    workspace holds nothing between two calls, so it does not matter which one is lent, but no two may be: they
+    can be in use at once. Lending the largest saves most.
+    """
+    sizes = sorted(workspaces.items(), key=lambda found: (-found[1], found[0]))
+    return next((region for region, nbytes in sizes if driver.lends_workspace(nbytes)), None)
 
 
 def _split(

@@ -19,8 +19,8 @@ PyTorch keeps a workspace for cuBLAS, one per handle (and so per thread) and str
 belongs to pgraph alone and its workspaces are dropped after each capture; so each capture allocates the
 workspace as ghost memory, and it becomes a region: rebindable, and safe on any stream. A launch binds it to
 the one that PyTorch keeps for the thread and the stream that it is launched from, as an uncaptured product
-does. Where that cannot be asked for (it takes the helper in C++), or where a recording has several, it is a
-temporary of the plan. How they are found and dropped: `pgraph.drivers.cuda.workspaces`.
+does. Where that cannot be asked for (it takes the helper in C++), it is a temporary of the plan; where a
+recording has several (cuBLASLt keeps a small one), all but the largest are. How they are found and dropped: `pgraph.drivers.cuda.workspaces`.
 """
 
 from __future__ import annotations
