@@ -282,9 +282,9 @@ def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
 def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
     """The workspace (region -> bytes) that launches find where the library keeps it; None: they find none.
 
-    There may be several: cuBLAS's, cuBLASLt's of a thirtieth of its size, those of an op's own streams. A
-    workspace holds nothing between two calls, so it does not matter which one is lent, but no two may be: they
-    can be in use at once. Lending the largest saves most.
+    There may be several: cuBLAS's, a small one of cuBLASLt's, those of an op's own streams. A workspace holds
+    nothing between two calls, so it does not matter which one is lent. But no two may be: they can be in use
+    at once. Lending the largest saves most.
     """
     sizes = sorted(workspaces.items(), key=lambda found: (-found[1], found[0]))
     return next((region for region, nbytes in sizes if driver.lends_workspace(nbytes)), None)

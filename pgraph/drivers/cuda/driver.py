@@ -20,7 +20,8 @@ belongs to pgraph alone and its workspaces are dropped after each capture; so ea
 workspace as ghost memory, and it becomes a region: rebindable, and safe on any stream. A launch binds it to
 the one that PyTorch keeps for the thread and the stream that it is launched from, as an uncaptured product
 does. Where that cannot be asked for (it takes the helper in C++), it is a temporary of the plan; where a
-recording has several (cuBLASLt keeps a small one), all but the largest are. How they are found and dropped: `pgraph.drivers.cuda.workspaces`.
+recording has several (cuBLASLt keeps a small one), all but the largest are temporaries. How they are found
+and dropped: `pgraph.drivers.cuda.workspaces`.
 """
 
 from __future__ import annotations
