@@ -1,4 +1,8 @@
-"""Rows of the coverage benchmark: check, timing and count of one model make one row. Not a program."""
+"""Rows of the coverage benchmark: check, timing and count of one model make one row. Not a program.
+
+Parts need not be of one commit, since all of them take most of an hour: each names its own (``check_commit``
+and so on). The row's ``commit`` is that of the part that came last.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def blank(job: Job) -> Row:
 
 
 def combine(old: Mapping[str, Any] | None, job: Job, fields: Mapping[str, Any]) -> Row:
-    """The row after `job`: what its other parts measured stays, if it is of the same commit (`old`).
+    """The row after `job`: what its other parts measured stays, as in `old`.
 
     The timing's compile and capture times win over the check's, whose first step includes eager's. The
     profiler's memory, which a count's process holds, is no figure.
@@ -49,6 +53,14 @@ def combine(old: Mapping[str, Any] | None, job: Job, fields: Mapping[str, Any]) 
     return {**row, "status": bad[0] if bad else "ok"}
 
 
+def part_commit(row: Mapping[str, Any], kind: str) -> str | None:
+    """The commit at which that part of a row was measured; None if it was not."""
+    if not row.get(f"{kind}_status"):
+        return None
+    found: str | None = row.get(f"{kind}_commit") or row.get("commit")
+    return found
+
+
 class Rows:
     """The rows of a result file, kept up to date on disk.
 
@@ -62,21 +74,20 @@ class Rows:
         found = schema.read(path)["rows"] if path.exists() else []
         self.rows = {schema.identity(row): dict(row) for row in found}
 
-    def same_code(self, key: tuple[str, ...]) -> Row | None:
-        """The row of that identity, if it was measured at this run's commit."""
-        row = self.rows.get(key)
-        return row if row is not None and row.get("commit") == self.header["commit"] else None
-
     def done(self, job: Job) -> bool:
-        """Whether the file has this job's part already, and it went well."""
-        row = self.same_code(row_key(job))
-        return row is not None and row.get(f"{job.kind}_status") == "ok"
+        """Whether the file has this job's part of this run's commit already, and it went well."""
+        row = self.rows.get(row_key(job), {})
+        return row.get(f"{job.kind}_status") == "ok" and part_commit(row, job.kind) == self.header["commit"]
 
     def add(self, job: Job, fields: Mapping[str, Any]) -> Row:
         """Merge a job's fields and write the file."""
         key = row_key(job)
-        row = combine(self.same_code(key), job, fields)
-        row = {**row, "commit": self.header["commit"], "date": self.header["date"]}
+        old = self.rows.get(key)
+        commit = self.header["commit"]
+        commits = {kind: part_commit(old, kind) for kind in KINDS} if old is not None else {}
+        commits[job.kind] = commit
+        row = combine(old, job, fields) | {"commit": commit, "date": self.header["date"]}
+        row |= {f"{kind}_commit": one for kind, one in commits.items() if one is not None}
         schema.write(self.path, [row], self.header)
         self.rows[key] = schema.with_defaults(row)
         return row

@@ -5,9 +5,10 @@ Not a program: `readme.py` imports it.
 
 from __future__ import annotations
 
+from coverage_rows import KINDS, part_commit
 from coverage_summary import MODES, TITLES, Ratio, checked, counts, ratio, share
 from readme_rows import File, Row
-from readme_tables import caption, commit, figure
+from readme_tables import caption, figure
 from tabulate import tabulate
 
 # (figure, over whose, title); time by its mean, sizes by median and worst.
@@ -146,8 +147,11 @@ def _timed(of: dict[str, Row]) -> list[str]:
 
 
 def _commit(of: dict[str, Row]) -> list[str]:
-    """The commits that the rows were measured at."""
-    return [", ".join(dict.fromkeys(commit(row) for row in of.values()))]
+    """The commits that the rows were measured at: first the check's, then the timings'."""
+    found = [
+        str(one)[:7] for kind in KINDS for row in of.values() if (one := part_commit(row, kind)) is not None
+    ]
+    return [", ".join(dict.fromkeys(found)) or "-"]
 
 
 def _plain(text: str) -> str:

@@ -207,9 +207,25 @@ def test_resuming_leaves_out_what_went_well_at_this_commit(load: Any, tmp_path: 
     assert not again.done(job(load, "time"))
     newer = rows.Rows(path, {**HEADER, "commit": "def"})
     assert not newer.done(job(load))
-    # What another commit measured is no half of today's row.
+
+
+def test_each_part_of_a_row_says_how_old_it_is(load: Any, tmp_path: Path) -> None:
+    rows = load("coverage_rows")
+    path, key = tmp_path / "coverage.json", rows.row_key(job(load))
+    rows.Rows(path, HEADER).add(job(load), figures())
+    newer = rows.Rows(path, {**HEADER, "commit": "def"})
     newer.add(job(load, "time"), {"status": "ok", "ms_per_step": 2.0})
-    assert newer.rows[rows.row_key(job(load))]["captured_ops"] is None
+    row = newer.rows[key]
+    assert (row["captured_ops"], row["ms_per_step"], row["commit"]) == (10, 2.0, "def")
+    assert [rows.part_commit(row, kind) for kind in rows.KINDS] == ["abc", "def", None]
+    again = rows.Rows(path, {**HEADER, "commit": "def"})
+    assert again.done(job(load, "time"))
+    assert not again.done(job(load))
+    # A row as it was before parts said so.
+    del newer.rows[key]["check_commit"]
+    del newer.rows[key]["time_commit"]
+    newer.rows[key]["commit"] = "abc"
+    assert newer.add(job(load, "count"), {"status": "ok"})["time_commit"] == "abc"
 
 
 def test_jobs_start_with_the_longest_and_keep_backends_together(load: Any) -> None:
