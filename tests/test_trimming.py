@@ -19,7 +19,8 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.used, self.trims, self.ready, self.growth, self.stream = 0, 0, True, 0, 0
-        self.held, self.held_after = 1000, 900  # bytes reserved, before and after one piece was taken
+        self.held = 1000  # bytes reserved: before, with one piece, and with segments as they come
+        self.held_in_one, self.held_in_many = 900, 800
 
     def in_use(self) -> int:
         return self.used
@@ -33,8 +34,8 @@ class FakeDriver:
     def trim(self, growth: int) -> bool:
         self.growth = growth
         self.trims += self.ready
-        if self.ready and growth:
-            self.held = self.held_after
+        if self.ready:
+            self.held = self.held_in_one if growth else self.held_in_many
         return self.ready
 
 
@@ -66,14 +67,35 @@ def test_training_is_trimmed_where_a_step_begins() -> None:
     assert driver.growth == 850, "what is in use during the backward, less what is now"
 
 
-@pytest.mark.parametrize(("after", "trims"), [(999, [4]), (1000, [4]), (1001, [4, 6])])
-def test_one_piece_that_holds_more_than_there_was_is_undone(after: int, trims: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("one", "many", "trims", "growth"),
+    [(964, 0, [4], 850), (965, 964, [4, 6], 0), (965, 965, [4, 6], 0), (965, 966, [4, 6, 8], 850)],
+    ids=["all-in-use", "many-is-less", "the-same", "one-is-less"],
+)
+def test_one_piece_or_many_whichever_reserves_less(
+    one: int, many: int, trims: list[int], growth: int
+) -> None:
+    """950 bytes are in use at the peak; a 64th more is not worth another attempt."""
     driver: Any = FakeDriver()
-    driver.held_after = after
+    driver.held_in_one, driver.held_in_many = one, many
     trimming.captured("f", driver)
     trimming.captured("b", driver)
     assert play(driver, "fbfbfbfbfbfbfbfb", {"f": 100, "b": 900}, growth=50) == trims
-    assert driver.growth == (850 if len(trims) == 1 else 0)
+    assert driver.growth == growth
+    assert trimming.pending is None
+
+
+def test_the_last_piece_is_what_is_needed_on_top_of_what_is_in_use_then() -> None:
+    driver: Any = FakeDriver()
+    driver.held_in_one, driver.held_in_many = 970, 980
+    trimming.captured("f", driver)
+    trimming.captured("b", driver)
+    assert play(driver, "fbfbfbfb", {"f": 100, "b": 900}, growth=50) == [4, 6]
+    driver.ready = False
+    assert play(driver, "f", {"f": 100}, growth=50) == []
+    driver.ready = True
+    assert play(driver, "bf", {"f": 100, "b": 900}, growth=50) == [0]
+    assert driver.growth == 50, "not 850: the backward has 900 of the 950 in use"
     assert trimming.pending is None
 
 

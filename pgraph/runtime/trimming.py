@@ -7,9 +7,11 @@ reserved for nothing. CUDA graph trees empty the cache at each recording. To do 
 and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
 the least memory in use, and how much the launches need on top of that. At the next such call it empties the
-cache (Note [One piece] in `pgraph.drivers.cuda.cache`). One piece suits some programs worse than what was
-there before: after a further round it looks whether more is reserved now, and if so, empties the cache again
-and leaves the rest to the allocator. The next capture begins this anew.
+cache, and takes one segment for all of it (Note [One piece] in `pgraph.drivers.cuda.cache`). That suits some
+programs worse than segments as they come: much of what they need fits in the holes of those that stay. So if
+after a further round clearly more is reserved than was ever in use, it empties the cache once more and leaves
+the rest to the allocator; and if that turns out to reserve more, it goes back to the one piece. The next
+capture begins this anew.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ __all__ = ["Settling", "called", "captured", "pending"]
 
 log = logging.getLogger(__name__)
 
-_ROOM = 1 / 64  # a call is as good as the best one if no more than this part of its bytes comes on top
+_ROOM = 1 / 64  # what is larger by no more than this part is as good
 
 _CALLS = 20_000  # after so many without an end of a round the partition captured last is taken for gone
 _LOOKS = 256  # calls that a round is looked at: to ask what is in use costs the host time at each
@@ -54,7 +56,8 @@ class Settling:
         self._calls = self._rounds = self._looks = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
         self._peak = 0  # bytes in use while one of these was launched
-        self._reserved: int | None = None  # bytes, before one piece was taken
+        self._emptied_once = False
+        self._in_one_piece: int | None = None  # bytes reserved a round after one piece was taken
         self._streams: set[int] = set()
 
     def called(self, name: str, growth: int) -> None:
@@ -94,15 +97,26 @@ class Settling:
         assert self._least is not None
         if self._rounds == 2 and used > self._least * (1 + _ROOM):
             return False
-        if self._reserved is not None:
-            return self._driver.reserved() <= self._reserved or self._driver.trim(0)
         # Free memory belongs to a stream: what several will need of it cannot be told.
         growth = self._peak - used if len(self._streams) == 1 else 0
-        before = self._driver.reserved()
+        if not self._emptied_once:
+            self._emptied_once = self._emptied(growth)
+            return self._emptied_once and growth == 0
+        reserved = self._driver.reserved()
+        if self._in_one_piece is None:
+            if reserved <= self._peak * (1 + _ROOM):
+                return True
+            if self._emptied(0):
+                self._in_one_piece = reserved
+            return False
+        return reserved <= self._in_one_piece or self._emptied(growth)
+
+    def _emptied(self, growth: int) -> bool:
+        """Empty the cache, and begin a round; False if this is not the time."""
         if not self._driver.trim(growth):
             return False
-        self._reserved, self._rounds, self._looks = before, 1, 0
-        return growth == 0
+        self._rounds, self._looks = 1, 0
+        return True
 
 
 def captured(name: str, driver: Driver) -> None:

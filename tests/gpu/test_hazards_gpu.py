@@ -411,6 +411,26 @@ def test_the_workspace_that_is_kept_is_the_one_that_launches_use() -> None:
     torch.cuda.synchronize()
 
 
+def test_of_two_libraries_workspaces_the_larger_is_lent() -> None:
+    """A product with a bias is cuBLASLt's, which keeps a small workspace of its own; others are cuBLAS's."""
+    if libraries.load_workspaces() is None:
+        pytest.skip("no C++ compiler")
+
+    def products(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, x, w) @ w
+
+    compiled = compile_pgraph(products, codegen="aten", min_ops=1)
+    w, bias = randn(512, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16)
+    for _ in range(6):
+        x = randn(1024, 512, dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(x, w, bias), products(x, w, bias), rtol=2e-2, atol=8.0)
+        del x
+    assert_launched(4)
+    (template,) = (b.template for b in built())
+    assert [r.nbytes for r in template.regions if r.kind == "workspace"] == [32 << 20], explain()
+    assert template.plan.peak < 32 << 20, template.plan.render()
+
+
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_nothing_runs_while_a_capture_is_made(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hazard 12: a backward, which may write into what was saved, leaves its arguments as they were.

@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pgraph
 from pgraph.drivers.cuda import snapshot
+from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.runtime import admission
 
 pytestmark = pytest.mark.gpu
@@ -180,7 +181,19 @@ def test_memory_is_given_back_when_captures_have_settled() -> None:
 
 
 def test_free_memory_comes_in_one_piece() -> None:
-    """Note [One piece]: what a step needs is one segment, and no more is reserved than before."""
+    """Note [One piece]: one segment of 95 % of what is needed, and the rest goes back to the device."""
+    junk = [torch.empty(40 * MB, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
+    del junk
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    empty_into_one_piece(200 * MB)
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    assert [s["total_size"] for s in segments if s["allocated_size"] == 0] == [190 * MB]
+    assert torch.cuda.memory_reserved() <= reserved - 130 * MB
+
+
+def test_no_more_is_reserved_than_is_in_use_at_the_peak() -> None:
+    """Two blocks of 128 MB do not fit into 95 % of 256 MB: here segments as they come reserve less."""
 
     def fn(x: Tensor) -> Tensor:
         for i in range(8):
@@ -189,18 +202,15 @@ def test_free_memory_comes_in_one_piece() -> None:
 
     compiled = compile_pgraph(fn, codegen="aten")
     x = randn(4096, 8192)
-    reserved = []
-    for _ in range(8):
-        reserved.append(torch.cuda.memory_reserved())
+    for _ in range(12):
         compiled(x)
-    assert_launched(6)
+    assert_launched(10)
     torch.cuda.synchronize()
-    (plan,) = (b.template.plan for b in built())
-    needed = plan.peak - plan.inputs
-    segments = torch.cuda.memory_snapshot(include_traces=False)
-    largest = max(s["total_size"] for s in segments if s["allocated_size"] == 0)
-    assert 0.9 * needed <= largest <= needed, f"{largest} bytes in one piece, {needed} are needed{explain()}"
-    assert torch.cuda.memory_reserved() <= max(reserved), f"{reserved}{explain()}"
+    torch.cuda.reset_peak_memory_stats()
+    compiled(x)
+    torch.cuda.synchronize()
+    reserved, used = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    assert reserved <= used + 24 * MB, f"{reserved / MB:.0f} MiB reserved, {used / MB:.0f} in use{explain()}"
 
 
 def test_capture_on_a_full_device() -> None:

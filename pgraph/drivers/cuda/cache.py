@@ -5,8 +5,7 @@ The allocator takes memory from the device in segments: of 20 MB for blocks of u
 the block. Free blocks of two segments never become one, so a training step leaves holes that its next large
 tensor does not fit in. Blocks within one segment do become one again. So after the cache was emptied, one
 segment is taken that holds most of what a step needs, and is left to the allocator as a free block. No more
-is taken than was given back. If more is reserved in the end all the same, it is undone
-(`pgraph.runtime.trimming`).
+is taken than was given back. Whether it is worth it, `pgraph.runtime.trimming` finds out.
 
 It is not done where free blocks of that size would not be divided (``max_split_size_mb``), nor where segments
 grow (``expandable_segments``), which have no such holes. Nor where other streams hold memory (FSDP2's
