@@ -1,10 +1,10 @@
-"""Gives the framework's cached memory back, once, when captures have settled.
+"""Gives the framework's cached memory back when captures have settled.
 
 Note [Trimmed once settled]
 A partition that runs uncaptured asks for its memory piece by piece; its launch asks for all of a chunk at
 once. So what the allocator keeps from the warm-up and from compiling suits the launches badly, and stays
 reserved for nothing. CUDA graph trees empty the cache at each recording. To do so costs a wait for the device
-and an allocation of each segment that is needed again, so pgraph does it once: when the partition that was
+and an allocation of each segment that is needed again, so pgraph does it rarely: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
 the least memory in use, and how much the launches need on top of that. At the next such call it empties the
 cache, and takes one segment for all of it (Note [One piece] in `pgraph.drivers.cuda.cache`). That suits some
