@@ -64,6 +64,12 @@ class Backend:
                 f"pgraph option 'inductor' sets {unknown[0]!r}, which Inductor of torch {torch.__version__} "
                 "does not have. Fix: torch._inductor.list_options() lists what it has"
             )
+        if wrong := compat.wrong_settings(chosen.inductor):
+            name, wanted = wrong[0]
+            raise OptionError(
+                f"pgraph option 'inductor' sets {name!r} to {chosen.inductor[name]!r}; "
+                f"it must be of type {wanted}"
+            )
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
         broken = break_of(gm)
         parameter = next((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), None)

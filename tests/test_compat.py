@@ -275,6 +275,10 @@ def test_intercepted() -> None:
 
 def test_settings_and_modes() -> None:
     assert compat.unknown_settings({"max_autotune": True, "triton.cudagraphs": False, "nope": 1}) == ["nope"]
+    assert compat.wrong_settings({"max_autotune": 1, "triton.cudagraphs": False}) == [
+        ("max_autotune", "bool")
+    ]
+    assert compat.wrong_settings({"post_grad_custom_pre_pass": print}) == []
     assert not compat.forward_mode()
     with torch.autograd.forward_ad.dual_level():
         assert compat.forward_mode()

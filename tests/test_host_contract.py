@@ -394,6 +394,16 @@ def test_unknown_settings_of_inductor_are_named() -> None:
         host(lambda x: x * 2, inductor={"nope": 1})(torch.randn(3))
 
 
+def test_values_of_inductors_settings_have_its_types() -> None:
+    """As torch.compile judges them: the text would be true."""
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed,
+        match="'inductor' sets 'max_autotune' to 'False'; it must be of type bool",
+    ):
+        host(lambda x: x * 2, inductor={"max_autotune": "False"})(torch.randn(3))
+    host(lambda x: x * 2, inductor={"max_autotune": False})(torch.randn(3))
+
+
 def test_the_wrapper_in_cpp_is_off_whatever_the_configuration_says(inductor_cache: pathlib.Path) -> None:
     with torch._inductor.config.patch(cpp_wrapper=True):
         agree(lambda x: x * 2 + 1, host(lambda x: x * 2 + 1, "inductor"), lambda: (torch.randn(4),))

@@ -57,6 +57,7 @@ from pgraph.compat.inductor import (
     returned_strides,
     unknown_settings,
     unwrap_mutations,
+    wrong_settings,
 )
 from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
 from pgraph.compat.settings import library_settings
@@ -155,4 +156,5 @@ __all__ = [
     "unwrap_mutations",
     "values_of",
     "weak_storage",
+    "wrong_settings",
 ]

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch._guards import detect_fake_mode
@@ -32,6 +32,7 @@ __all__ = [
     "returned_strides",
     "unknown_settings",
     "unwrap_mutations",
+    "wrong_settings",
 ]
 
 # Splitting is pgraph's, graphs are pgraph's: Inductor must do neither.
@@ -125,6 +126,21 @@ def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
     """Those that are no settings of Inductor's; 2.13, and in the sources of 2.11."""
     known = inductor_config.get_config_copy() if settings else {}
     return [name for name in settings if name not in known]
+
+
+def wrong_settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Those whose value has another type than Inductor's setting, and that type's name; 2.13.
+
+    As `torch.compile` judges its own options; a text such as ``"False"`` would be true.
+    """
+    wrong = []
+    for name, value in settings.items():
+        wanted = inductor_config.get_type(name)  # type: ignore[attr-defined]  # made by its module
+        # Of unions no membership is told; None as the only hint tells nothing.
+        plain = isinstance(wanted, type) and get_origin(wanted) is None and wanted is not type(None)
+        if plain and not isinstance(value, wanted):
+            wrong.append((name, wanted.__name__))
+    return wrong
 
 
 def inductor_mode(mode: str | None) -> dict[str, Any]:
