@@ -240,3 +240,10 @@ def test_a_mark_that_comes_too_late(caplog) -> None:
     told = [r.getMessage() for r in caplog.records if "compiled already" in r.getMessage()]
     assert len(told) == 1
     assert "Fix: mark it before the first call" in told[0]
+
+
+def test_each_function_speaks_in_its_own_name() -> None:
+    with pytest.raises(OptionError, match=r"^mark_unsafe: 'sin' is no op"):
+        mark_unsafe("sin", "a", "b")
+    with pytest.raises(OptionError, match=r"^unmark_unsafe: 'sin' is no op"):
+        unmark_unsafe("sin")

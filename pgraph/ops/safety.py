@@ -68,7 +68,7 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
         OptionError: `op` names no op, or one that no graph has (PyTorch has no such op, or it is composite);
             or a text is empty.
     """
-    name = _mark_name(op)
+    name = _mark_name("mark_unsafe", op)
     for label, text in (("reason", reason), ("fix", fix)):
         if not isinstance(text, str) or not text.strip():
             raise OptionError(
@@ -81,7 +81,7 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
 
 def unmark_unsafe(op: OpOverload | OpOverloadPacket | str) -> None:
     """Take a mark back; an op that is not marked is left alone."""
-    _marks.pop(_mark_name(op), None)
+    _marks.pop(_mark_name("unmark_unsafe", op), None)
 
 
 def forget_judged() -> None:
@@ -115,7 +115,7 @@ def _check_that_it_helps(name: str) -> None:
         )
 
 
-def _mark_name(op: Any) -> str:
+def _mark_name(caller: str, op: Any) -> str:
     if isinstance(op, OpOverload):
         return op_name(op)
     if isinstance(op, OpOverloadPacket):
@@ -123,7 +123,7 @@ def _mark_name(op: Any) -> str:
     if isinstance(op, str) and re.fullmatch(r"\w+::\w+", op):
         return op
     raise OptionError(
-        f"mark_unsafe: {op!r} is no op. Fix: pass torch.ops.ns.name, one of its overloads, or 'ns::name'"
+        f"{caller}: {op!r} is no op. Fix: pass torch.ops.ns.name, one of its overloads, or 'ns::name'"
     )
 
 
