@@ -352,6 +352,11 @@ def test_models_that_are_gone_are_told_apart() -> None:
     assert [p.dead for p in report.partitions] == [True, True, False, False]
     assert "of models that are gone: 2 partitions, 2 captures" in str(report)
     assert "(gone): 1 capture" in str(report)
+    assert "pgraph.reset() frees them" in str(report)
+    pgraph.reset()
+    report = pgraph.report()
+    assert "of models that are gone: 2 partitions, 0 captures" in str(report)
+    assert "pgraph.reset() frees them" not in str(report)  # there is nothing left to free
     third = Layer(0)
     host(third)(torch.randn(2, 4)).sum().backward()
     assert pgraph.report().dead == ()

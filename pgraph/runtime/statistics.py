@@ -334,8 +334,8 @@ class Report:
             held = sum(p.captures for p in self.dead)
             lines.append(
                 f"  of models that are gone: {amount(len(self.dead), 'partition')}, "
-                f"{amount(held, 'capture')}{_of_execs(sum(p.exec_bytes for p in self.dead))}; "
-                "pgraph.reset() frees them"
+                f"{amount(held, 'capture')}{_of_execs(sum(p.exec_bytes for p in self.dead))}"
+                f"{'; pgraph.reset() frees them' if held else ''}"
             )
         if self.asked and not self.partitions:
             lines.append(f"  {self._nothing()}")
