@@ -40,8 +40,8 @@ class Options:
     # compiled models together, as memory is what they share; if their options differ, each keeps what it adds
     # within its own.
     capture_memory_mb: int | None = None
-    # Captures kept per partition (one per set of shapes and alignments), the least recently used goes; None:
-    # as many as there is memory for.
+    # Captures kept per partition (one per set of shapes and alignments), the least recently used goes when
+    # another is used more: see Note [Taking turns]. None: as many as there is memory for.
     max_captures: int | None = None
     # How far the plan of a launch may pass the eager peak, in MiB, or 1 % of that peak if that is more.
     # Less memory means more launches.
