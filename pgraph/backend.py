@@ -26,6 +26,7 @@ from pgraph.errors import FullCaptureError, OptionError
 from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
 from pgraph.rewrites import constants
+from pgraph.rewrites.storage_owners import clone_from_own_start
 from pgraph.runtime import full_capture, functions, progress, registry
 from pgraph.runtime.protocols import Boxed
 
@@ -157,7 +158,7 @@ def _aten(
 ) -> Callable[..., Any]:
     def compiler(kind: Kind) -> Callable[..., Boxed]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-            compat.unwrap_mutations(graph)
+            clone_from_own_start(graph, compat.unwrap_mutations(graph))
             if kind == "inference":
                 constants.on_device(graph)
             driver = choice.choose(options.driver, graph)

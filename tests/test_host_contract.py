@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,6 +199,78 @@ def test_as_strided_counts_from_the_storage() -> None:
         same(compiled(x), base[:4] + 1)
     report = pgraph.report()
     assert (report.captures, report.launches, report.refused) == (2, 4, 0), str(report)
+
+
+def of_a_part(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.as_strided(x[2:], (2,), (1,)) * 2, x + 1
+
+
+def of_a_transposed_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.view(2, 3).t().as_strided((2,), (3,)) * 2, x + 1
+
+
+def of_what_counts_itself(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.as_strided(torch.as_strided(x, (4,), (1,), 1)[1:], (2,), (1,)) * 2, x + 1
+
+
+@torch.library.custom_op("contract::add_", mutates_args={"to"}, tags=(torch.Tag.cudagraph_unsafe,))
+def add_(to: Tensor, x: Tensor) -> None:
+    """Adds in place, and is never captured."""
+    to.add_(x)
+
+
+@add_.register_fake
+def _(to: Tensor, x: Tensor) -> None:
+    return None
+
+
+def by_a_custom_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    add_(x, x * 2)
+    add_(x, x * 3)
+    return x * 2, x + 1
+
+
+def by_a_custom_op_in_every_other_column(x: Tensor) -> tuple[Tensor, Tensor]:
+    columns = x.view(2, 3)[:, ::2]
+    add_(columns, columns * 2)
+    return columns * 2, x + 1
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 3), (1, 0, 2)], ids=["at-first-0", "at-first-1"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        of_a_part,
+        of_a_transposed_view,
+        of_what_counts_itself,
+        by_a_custom_op,
+        by_a_custom_op_in_every_other_column,
+    ],
+)
+def test_inputs_begin_anywhere_in_their_storage(
+    fn: Callable[[Tensor], tuple[Tensor, Tensor]], starts: tuple[int, ...]
+) -> None:
+    """Dynamo guards no storage offset, and neither does code that pgraph does not capture."""
+    for warmup in (1, 100):
+        torch._dynamo.reset()
+        compiled = host(fn, warmup=warmup)
+        for start in starts:
+            for _ in range(3):
+                base = torch.randn(10)
+                twin = base.clone()
+                same(compiled(base[start : start + 6]), fn(twin[start : start + 6]))
+                same(base, twin)
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 3), (1, 0, 2)], ids=["at-first-0", "at-first-1"])
+def test_inputs_of_any_size_begin_anywhere(starts: tuple[int, ...]) -> None:
+    compiled = host(by_a_custom_op, dynamic=True)
+    for start in starts:
+        for size in (5, 6, 9):
+            base = torch.randn(20)
+            twin = base.clone()
+            same(compiled(base[start : start + size]), by_a_custom_op(twin[start : start + size]))
+            same(base, twin)
 
 
 def test_ops_that_count_from_the_storages_start() -> None:

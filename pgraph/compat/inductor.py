@@ -153,15 +153,20 @@ def inductor_mode(mode: str | None) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if "cudagraph" not in k}
 
 
-def unwrap_mutations(gm: torch.fx.GraphModule) -> None:
+def unwrap_mutations(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """Custom ops that write into their arguments, as the clones and calls they stand for; 2.13, and in the
     sources of 2.11.
 
     Tracing wraps them into a higher-order op, which Inductor takes apart in the same way.
+
+    Returns:
+        The nodes that were made, in order.
     """
-    if any(node.target in WRAPPED_MUTATIONS for node in gm.graph.nodes):
+    before = set(gm.graph.nodes)
+    if any(node.target in WRAPPED_MUTATIONS for node in before):
         decompose_auto_functionalized(gm.graph)
         gm.recompile()
+    return [node for node in gm.graph.nodes if node not in before]
 
 
 def returned_strides(compiled: Any, values: Sequence[Any]) -> list[Strides | None] | None:

@@ -56,7 +56,7 @@ def compile_partitions(gm: GraphModule, inputs: Sequence[Any], context: Context)
 
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
-    count_from_owners(gm)
+    count_from_owners(gm, context.by_inductor)
     partitions, facts = _scan(gm, context)
     if not partitions:
         return context.compile_partition(gm, inputs, None)

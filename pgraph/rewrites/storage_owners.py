@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from pgraph.ops.fx import VIEWS, is_getitem, op_name
 
-__all__ = ["count_from_owners", "owner_of"]
+__all__ = ["clone_from_own_start", "count_from_owners", "owner_of"]
 
+_aten = torch.ops.aten
 _READERS = frozenset({"aten::as_strided", "aten::as_strided_copy"})
 
 
-def count_from_owners(gm: GraphModule) -> None:
+def count_from_owners(gm: GraphModule, by_inductor: bool) -> None:
     """Give `as_strided` the tensor whose storage it reads, in place of a view of it; in place.
 
     Note [Storage does not cross borders]
@@ -24,25 +28,107 @@ def count_from_owners(gm: GraphModule) -> None:
     code takes for the start of a storage. With the owner for an argument the numbers mean the same in every
     partition. (Its own strides are then to be those of the trace: `pgraph.compiler.borders`.) Inductor needs
     that within one graph, too: given a view of what it fuses, it reads another place.
+
+    Inputs begin anywhere in their storages, and nothing guards where: what was a tensor of its own may be a
+    part of another one at the next call. A number that the program gives to `as_strided` counts from the
+    storage's start all the same. Where it gives none, the trace's counts from where the input begins.
+    (Inductor's code counts all numbers from there.)
+
+    Args:
+        by_inductor: whether Inductor makes the code.
     """
     changed = False
-    for node in gm.graph.nodes:
+    nodes: list[Any] = list(gm.graph.nodes)
+    for node in nodes:
         if not isinstance(node.target, OpOverload) or op_name(node.target) not in _READERS:
             continue
         view, owner = node.args[0], owner_of(node.args[0])
+        if owner is view:
+            continue
         offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-        if offset is None:
-            offset = view.meta["val"].storage_offset()
-        if owner is view or not isinstance(offset, (int, Node)):
-            continue  # a number that no node has
         size, stride = (
             node.args[at] if len(node.args) > at else node.kwargs[name]
             for at, name in ((1, "size"), (2, "stride"))
         )
-        node.args, node.kwargs = (owner, size, stride, offset), {}
+        given = offset is not None
+        if not given:
+            offset = view.meta["val"].storage_offset()
+        if given or by_inductor or owner.op != "placeholder" or _counted(view, owner):
+            if not isinstance(offset, (int, Node)):
+                continue  # a number that no node has
+            node.args, node.kwargs = (owner, size, stride, offset), {}
+        else:
+            further = offset - owner.meta["val"].storage_offset()
+            if not isinstance(further, int) or further < 0:
+                continue
+            node.args, node.kwargs = (_further(node, owner, further), size, stride), {}
         changed = True
     if changed:
         gm.recompile()
+
+
+def clone_from_own_start(gm: GraphModule, made: Sequence[Any]) -> None:
+    """Clone tensors with their strides from where they begin, not from where their storage does; in place.
+
+    What takes a wrapped custom op apart clones what the op writes into: the storage from its first element to
+    the tensor's last, as the trace had it, and a view of that like the tensor. But inputs begin anywhere: see
+    Note [Storage does not cross borders].
+
+    Args:
+        gm: the graph.
+        made: nodes that it left in place of the wrapped ops, in order.
+    """
+    for whole in made:
+        clones = [user for user in whole.users if user.target is _aten.clone.default]
+        if whole.target is not _aten.as_strided.default or not clones or whole.args[3:] != (0,):
+            continue
+        tensor, (length,), ones = whole.args[:3]
+        first = tensor.meta["val"].storage_offset()
+        if not isinstance(first, int):
+            continue  # a number that each call tells anew
+        whole.args = (tensor, [_less(whole, length, first)], ones)
+        if first:  # which is where its twin begins, and what counts from there may be anywhere
+            whole.meta["val"] = whole.target(*map_arg(whole.args, lambda node: node.meta["val"]))
+            for clone in clones:
+                clone.target = _aten.constant_pad_nd.default
+                clone.args, clone.kwargs = (whole, [first, 0]), {}
+    if made:
+        gm.recompile()
+
+
+def _less(node: Node, number: int | Node, by: int) -> int | Node:
+    """A number, less so much, as an argument of `node`."""
+    if isinstance(number, int) or not by:
+        return number - by if isinstance(number, int) else number
+    with node.graph.inserting_before(node):
+        found: Node = node.graph.call_function(operator.sub, (number, by))
+    found.meta["val"] = number.meta["val"] - by
+    return found
+
+
+def _further(node: Node, owner: Node, elements: int) -> Node:
+    """A view, for `node`, of one element of the owner's storage: so many further on than the owner begins."""
+    if not elements:
+        return owner
+    with node.graph.inserting_before(node):
+        found = owner
+        for target, args in (
+            (_aten.as_strided.default, ([elements + 1], [1])),
+            (_aten.slice.Tensor, (0, elements, elements + 1)),
+        ):
+            found, base = node.graph.call_function(target, (found, *args)), found
+            found.meta = {**node.meta, "val": target(base.meta["val"], *args)}
+    return found
+
+
+def _counted(view: Node, owner: Node) -> bool:
+    """Whether an `as_strided` of the program says where in the storage the view begins."""
+    node: Any = view
+    while node is not owner:
+        if isinstance(node.target, OpOverload) and op_name(node.target) in _READERS and len(node.args) > 3:
+            return True
+        node = node.args[0]
+    return False
 
 
 def owner_of(node: Any) -> Any:
