@@ -273,6 +273,28 @@ def test_intercepted() -> None:
     assert seen == [False, True, True, True, False]
 
 
+def test_hearing_calls() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    def place(fn: Any) -> str:
+        return f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
+
+    torch._dynamo.reset()
+    compiled = torch.compile(outer, backend="eager")
+    compiled(torch.ones(2))
+    with compat.hearing_calls() as heard:
+        compiled(torch.ones(2))
+    assert place(outer) in heard
+    assert place(inner) not in heard  # a part of the other's code
+    with compat.hearing_calls() as heard:
+        inner(torch.ones(2))
+    assert place(inner) in heard
+
+
 def test_settings_and_modes() -> None:
     assert compat.unknown_settings({"max_autotune": True, "triton.cudagraphs": False, "nope": 1}) == ["nope"]
     assert compat.wrong_settings({"max_autotune": 1, "triton.cudagraphs": False}) == [

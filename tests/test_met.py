@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from support import host
@@ -51,12 +55,18 @@ def test_numbers_are_not_padded() -> None:
 
 def test_few_sizes_are_remembered() -> None:
     found = Met(("dimension 0 of x",))
+    for n in range(met._MOST):
+        found.note((n,))
+    found.note((0,))
+    assert not found.more
     for n in range(met._MOST + 5):
         found.note((n,))
     assert len(found.sizes) == met._MOST
+    assert found.more
     copy = found.at_present()
     found.sizes.clear()
     assert len(copy.sizes) == met._MOST
+    assert copy.more
 
 
 def test_the_report_tells_of_sizes() -> None:
@@ -75,6 +85,18 @@ def test_the_report_tells_of_sizes() -> None:
     model = host(work)
     model(torch.randn(3, 4))
     assert pgraph.report().partitions[-1].sizes is None
+
+
+@pytest.mark.parametrize("columns", [8, 4], ids=["whole", "part"])
+def test_sizes_of_inputs_that_are_views_are_told_in_the_users_words(columns: int) -> None:
+    """Dynamo takes the sizes from what they are views of, which the program may have no name for."""
+    model = host(lambda x: (x * 2).cumsum(0) + 1, dynamic=True)
+    for n in (3, 3, 5, 5):
+        model(torch.randn(n, 8)[:, :columns])
+    (partition,) = pgraph.report().partitions
+    assert partition.met.labels
+    for label in partition.met.labels:
+        assert re.fullmatch(r"dimension \d of (what )?x( is a view of)?", label), label
 
 
 def test_explain_tells_of_sizes() -> None:
@@ -97,3 +119,5 @@ def test_the_words() -> None:
         str(told),
         """sizes: 40 met, 4 captured, 30 computed, 1 refused; 12,000 B of execs, 3,000,000 B of the host's memory; dimension 0 of x padded to multiples of 8: 5 sizes""",  # noqa: E501
     )
+    many = dataclasses.replace(told, met=4096, more=True)
+    assert str(many).startswith("sizes: at least 4,096 met, 4 captured")

@@ -184,6 +184,23 @@ def test_what_was_skipped_before_is_explained() -> None:
     assert "torch._dynamo.graph_break()" in lines(found)
 
 
+def test_what_was_skipped_for_another_program_is_not_this_ones() -> None:
+    host(looping)(torch.ones(3))
+    found = pgraph.explain(lambda x: x)(torch.ones(3))
+    assert found.breaks == ()
+    assert "graph break" not in str(found)
+
+
+def test_what_was_stopped_for_another_program_is_not_this_ones() -> None:
+    step, x = blocks(5), torch.randn(2, 4)
+    with torch.no_grad():
+        step(x)
+    assert any(function.stopped is not None for function in pgraph.report().functions)
+    found = pgraph.explain(host(lambda x: (x * 2).relu() + 1))(x)
+    assert found.stopped == ()
+    assert found.complete, str(found)
+
+
 def test_what_says_nothing_is_told_of_as_well() -> None:
     """A generator is skipped without a word."""
 

@@ -43,7 +43,13 @@ from pgraph.compat.dynamo import (
     traced_function,
     values_of,
 )
-from pgraph.compat.frames import Compilation, hear_compilations, known_backends, module_with
+from pgraph.compat.frames import (
+    Compilation,
+    hear_compilations,
+    hearing_calls,
+    known_backends,
+    module_with,
+)
 from pgraph.compat.inductor import (
     WRAPPED_MUTATIONS,
     compile_graph,
@@ -110,6 +116,7 @@ __all__ = [
     "generated_namespaces",
     "graph_break",
     "hear_compilations",
+    "hearing_calls",
     "hearing_graph_breaks",
     "inductor_mode",
     "intercepted",

@@ -136,9 +136,11 @@ def symbol_sources(size: torch.SymInt) -> dict[str, str | None]:
     env: Any = size.node.shape_env
     found: dict[str, str | None] = {}
     for symbol in sorted(size.node.expr.free_symbols, key=str):
-        source = (env.var_to_sources.get(symbol) or (None,))[0]
-        name = source.name if source is not None else None
-        found[str(symbol)] = str(name() if callable(name) else name) if name is not None else None
+        told = [source.name for source in env.var_to_sources.get(symbol) or () if source is not None]
+        names = [str(name() if callable(name) else name) for name in told]
+        # The size of what an argument is a view of comes under a name that no program has.
+        named = [name for name in names if "._base" not in name] or names
+        found[str(symbol)] = named[0] if named else None
     return found
 
 

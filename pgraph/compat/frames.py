@@ -7,13 +7,14 @@ and for which backend, stands in the frame of its own `_compile`, below which bo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -213,6 +214,29 @@ def _passes(error: BaseException, frames: Sequence[types.FrameType]) -> bool:
             return True
         traceback = traceback.tb_next
     return False
+
+
+@contextlib.contextmanager
+def hearing_calls() -> Iterator[set[str]]:
+    """``file:line`` of each function of Python's that this thread calls in the block, compiled or not.
+
+    Dynamo's code for a function bears the function's own file and line; 2.13. A profiler of the program's own
+    hears nothing meanwhile.
+    """
+    codes: set[types.CodeType] = set()
+    heard: set[str] = set()
+
+    def hear(frame: types.FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(hear)
+    try:
+        yield heard
+    finally:
+        sys.setprofile(before)
+        heard.update(f"{code.co_filename}:{code.co_firstlineno}" for code in codes)
 
 
 def _identity(code: types.CodeType, closure: Sequence[Any]) -> tuple[str, str | None]:

@@ -112,7 +112,7 @@ class Findings:
         uncompiled: (name, count) of the ops of one step that run outside compiled code.
         steps: how often the program was run.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
-        stopped: functions that Dynamo compiles no more, in the whole process.
+        stopped: functions of this program that Dynamo compiles no more.
         preview: there is no GPU, so it was judged as if on CUDA and tried on the host driver.
     """
 

@@ -111,7 +111,8 @@ class _Explainer:
                     self._step(args, kwargs)
                 measured = [self._step(args, kwargs) for _ in range(_MEASURED)]
                 own = self._own_code(args, kwargs)
-            between = observe.count_ops(lambda: self._fn(*args, **kwargs))
+            with compat.hearing_calls() as called:
+                between = observe.count_ops(lambda: self._fn(*args, **kwargs))
         live = set(registry.live_partitions())  # those that were split are gone
         seen = [
             p for p in dict.fromkeys(run.partition for step in self._history for run in step) if p in live
@@ -126,11 +127,13 @@ class _Explainer:
         graphs = list({p.stats.facts.graph.number: p.stats.facts.graph for p in (*seen, *idle)}.values())
         calls = {p.graph: p.calls for p in reversed(partitions)}
         found = _breaks(graphs, heard)
+        # Others may have been skipped or stopped for another program.
+        mine = [f for f in functions.live() if f.where is None or f.where in called]
         if not seen:  # what was skipped before has left nothing else behind
-            skipped = [f.skipped for f in functions.live() if f.skipped is not None]
+            skipped = [f.skipped for f in mine if f.skipped is not None]
             heard_of = {(reason.sentence, reason.fix) for reason in found}
             found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
-        stopped = tuple(f.stopped for f in functions.live() if f.stopped is not None)
+        stopped = tuple(f.stopped for f in mine if f.stopped is not None)
         changes = (
             *(Change(reason, 0, 0, 0.0) for reason in stopped),
             *_changes(partitions, graphs, calls, found),

@@ -22,7 +22,8 @@ class Met:
     Args:
         labels: of the dimensions that may vary, in the user's words.
         numbers: which of them are numbers among the user's arguments, and no sizes.
-        sizes: of these dimensions, each that came.
+        sizes: of these dimensions, each that came; not more than 4,096 are remembered.
+        more: whether there were others.
         obstacle: why recordings are captured, and none is computed, if that is known.
         latest: why one was not computed, of all the last.
     """
@@ -32,15 +33,18 @@ class Met:
     sizes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     obstacle: str | None = None
     latest: str | None = None
+    more: bool = False
 
     def note(self, sizes: tuple[int, ...]) -> None:
         """They came."""
         if len(self.sizes) < _MOST:
             self.sizes.add(sizes)
+        elif not self.more:
+            self.more = sizes not in self.sizes
 
     def at_present(self) -> Met:
         """A copy."""
-        return Met(self.labels, self.numbers, set(self.sizes), self.obstacle, self.latest)
+        return Met(self.labels, self.numbers, set(self.sizes), self.obstacle, self.latest, self.more)
 
     def padding(self) -> str | None:
         """What padding would gain; None if nothing much. Only a size can be padded."""
@@ -65,7 +69,8 @@ class SizesTold:
     """What became of the sizes of a partition.
 
     Args:
-        met: how many came.
+        met: how many came, of those that are remembered.
+        more: whether there were others.
         captured, computed: recordings made, of sizes, layouts and alignments.
         refused: that cannot be captured.
         exec_bytes, recipe_bytes: of the device's memory and of the host's that they take now.
@@ -83,9 +88,11 @@ class SizesTold:
     obstacle: str | None
     latest: str | None
     padding: str | None
+    more: bool = False
 
     def __str__(self) -> str:
-        told = f"{self.met} met, {self.captured} captured, {self.computed} computed, {self.refused} refused; "
+        told = f"{'at least ' if self.more else ''}{self.met:,} met, "
+        told += f"{self.captured} captured, {self.computed} computed, {self.refused} refused; "
         told += f"{self.exec_bytes:,} B of execs, {self.recipe_bytes:,} B of the host's memory"
         if self.obstacle is not None:
             told += f"; none is computed: {self.obstacle}"

@@ -77,8 +77,11 @@ def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
 def _label(size: torch.SymInt, name: str) -> tuple[str, bool]:
     """A symbol in the user's words, and whether it is a size."""
     plain = re.sub(r"L\['(\w+)'\]", r"\1", compat.symbol_sources(size)[name] or name)
-    tensor = re.fullmatch(r"(.*)\.size\(\)\[(\d+)\]", plain)
-    return (f"dimension {tensor[2]} of {tensor[1]}", True) if tensor else (plain, False)
+    tensor = re.fullmatch(r"(.*?)(\._base)?\.size\(\)\[(\d+)\]", plain)
+    if tensor is None:
+        return plain, False
+    whose = f"what {tensor[1]} is a view of" if tensor[2] else tensor[1]
+    return f"dimension {tensor[3]} of {whose}", True
 
 
 def _made_of(size: torch.SymInt) -> str:

@@ -101,6 +101,7 @@ class PartitionStats:
             obstacle=self.met.obstacle,
             latest=self.met.latest,
             padding=self.met.padding(),
+            more=self.met.more,
         )
 
     def captured(self, built: Built) -> None:
