@@ -98,12 +98,12 @@ class Stepper:
             self.last = result[0]
 
     def value(self) -> float:
-        """Mean of the last result.
+        """Mean of the last result. No copy of it is made: that memory would stay reserved.
 
         Raises:
             FloatingPointError: it is not finite.
         """
-        value = self.last.float().mean().item()
+        value = self.last.mean(dtype=torch.float32).item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the timed steps gave {value}")
         return value

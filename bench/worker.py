@@ -198,7 +198,7 @@ class Trainer:
     def check(self) -> float:
         """Value of the last step's result (its mean in inference); raises if it is not finite."""
         assert self.last is not None
-        value = self.last.float().mean().item()
+        value = self.last.mean(dtype=torch.float32).item()
         if not math.isfinite(value):
             raise FloatingPointError(f"result {value} after training with {self.spec.backend} is not finite")
         return value
