@@ -93,12 +93,16 @@ def parse(given: Mapping[str, Any] | None, environ: Mapping[str, str] | None = N
     for name, value in from_outside.items():
         if name not in (given or {}):
             _check_value(name, value, hints[name], f" (from {environment.variable(name)})")
-    if (given or {}).get("inductor", {}).get("cpp_wrapper"):
+    # As torch.compile takes them: hyphens are underscores.
+    settings = {name.replace("-", "_"): value for name, value in (given or {}).get("inductor", {}).items()}
+    if settings.get("cpp_wrapper"):
         raise OptionError(
             "pgraph option 'inductor' sets cpp_wrapper: no capture can follow C++ that allocates by itself, "
             "and launches need no wrapper. Fix: leave it out"
         )
     chosen = {**from_outside, **(given or {})}
+    if "inductor" in chosen:
+        chosen["inductor"] = settings
     if "capture_sizes" in chosen:
         chosen["capture_sizes"] = tuple(chosen["capture_sizes"])
     return Options(**chosen)

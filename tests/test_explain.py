@@ -172,6 +172,16 @@ def test_a_compiled_program_keeps_its_options() -> None:
     assert pgraph.explain(module)(torch.randn(2, 8)).complete
 
 
+def test_a_program_of_another_backend_is_told_so() -> None:
+    other = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    found = pgraph.explain(other)(torch.randn(4))
+    assert found.elsewhere
+    assert str(found).startswith("pgraph: nothing reached pgraph: this is compiled already; pass it as it")
+    assert not pgraph.explain(lambda x: x)(torch.randn(4)).elsewhere
+    with pytest.raises(OptionError, match="or pass the program as it was before that"):
+        pgraph.explain(other, min_ops=2)(torch.randn(4))
+
+
 def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:
     """Drawn before the graph that takes them: shown, but nothing to change."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU())

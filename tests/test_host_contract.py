@@ -475,6 +475,7 @@ def test_values_of_inductors_settings_have_its_types() -> None:
     ):
         host(lambda x: x * 2, inductor={"max_autotune": "False"})(torch.randn(3))
     host(lambda x: x * 2, inductor={"max_autotune": False})(torch.randn(3))
+    host(lambda x: x * 2, inductor={"max-autotune": False})(torch.randn(3))
 
 
 def test_the_wrapper_in_cpp_is_off_whatever_the_configuration_says(inductor_cache: pathlib.Path) -> None:

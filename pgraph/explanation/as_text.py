@@ -48,6 +48,8 @@ def summary(explanation: Findings, *, times: bool) -> list[str]:
         verdict = "all that is compiled is captured"
     if not explanation.partitions:
         verdict = "nothing was compiled"
+    if explanation.elsewhere:
+        verdict = "nothing reached pgraph: this is compiled already; pass it as it was before torch.compile"
     cuts = len(explanation.breaks)
     shares = [f"device ops {_share(*explanation.device_ops)}", f"kernels {_share(*explanation.kernels)}"]
     if times:

@@ -113,6 +113,7 @@ class Findings:
         steps: how often the program was run.
         ghost_peaks: devices whose peak statistics may be too high by what captures counted.
         stopped: functions of this program that Dynamo compiles no more.
+        elsewhere: what was passed is compiled already, and nothing of it reached pgraph.
         preview: there is no GPU, so it was judged as if on CUDA and tried on the host driver.
     """
 
@@ -123,6 +124,7 @@ class Findings:
     steps: int
     ghost_peaks: tuple[GhostPeaks, ...] = ()
     stopped: tuple[Reason, ...] = ()
+    elsewhere: bool = False
     preview: bool = False
 
     @property

@@ -146,6 +146,7 @@ class _Explainer:
             len(self._history) + 1,
             choice.ghost_peaks(),
             stopped,
+            elsewhere=not (partitions or found or stopped or self._compiles),
         )
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any], heard: Sequence[str]) -> None:
@@ -161,7 +162,7 @@ class _Explainer:
             if self._options or self._dynamic is not None:
                 raise OptionError(
                     f"explain: options {sorted(self._options)} are given for a program that is compiled "
-                    "already. Fix: give them to torch.compile"
+                    "already. Fix: give them to torch.compile, or pass the program as it was before that"
                 )
             return
         from pgraph.backend import backend
