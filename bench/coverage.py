@@ -41,7 +41,7 @@ import zoo
 from backends import CODEGENS, DRIVERS, register_pgraph
 from coverage_check import check
 from coverage_count import count
-from coverage_nvml import DeviceMemory
+from coverage_nvml import DeviceMemory, visible
 from coverage_pool import Pool
 from coverage_rows import Row, Rows
 from coverage_subject import Job
@@ -104,6 +104,9 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
     add("--resume", action="store_true", help="leave out what went well at this commit")
     add("--deadline", type=float, default=None, metavar="SECONDS", help="kill what still runs then")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    add(
+        "--gpus", type=int, default=None, help="spread checks over so many of those that CUDA sees; None: all"
+    )
     add("--timeout", type=float, default=240.0, help="seconds for one process")
     add("--steps", type=int, default=9, help="steps of each check")
     add("--seconds", type=float, default=0.5, help="how long a timing's steps may take")
@@ -113,8 +116,8 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
     add("--logs", type=Path, default=Path(tempfile.gettempdir()) / f"pgraph-{suite.bench}", help="folder")
     add("--out", default=None, help="JSON file or folder for the results")
     args = parser.parse_args(argv)
-    if args.jobs < 1 or args.steps < 1:
-        parser.error("--jobs and --steps must be at least 1")
+    if min(args.jobs, args.steps, args.gpus or 1) < 1:
+        parser.error("--jobs, --steps and --gpus must be at least 1")
     try:
         args.entries, args.bench = suite.select(args.models), suite.bench
     except ValueError as error:
@@ -123,10 +126,10 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """All jobs in the order in which they start: checks, timings, counts; the longest compile first.
+    """All jobs in the order in which they start: the longest compile first.
 
-    The backends of one model and mode follow one another, so that they are measured close in time; which of
-    them wait for the first one is the pool's affair.
+    The jobs of one model and mode follow one another, so that its backends are measured close in time; which
+    of them wait for the first one is the pool's affair. A check comes last, since nobody waits for it.
     """
     settings = {
         key: getattr(args, key) for key in ("device", "driver", "codegen", "steps", "seconds", "bench")
@@ -136,17 +139,21 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         "time": [name for name in BACKENDS if name in args.backends],
     }
     backends["count"] = backends["time"]
-    ordered = []
-    for kind in args.kinds:
-        groups = [
-            [Job(kind, entry.name, mode, backend, **settings) for backend in backends[kind]]
-            for entry in args.entries
+    kinds = [kind for kind in ("time", "count", "check") if kind in args.kinds]
+    groups = [
+        [
+            Job(kind, entry.name, mode, backend, **settings)
+            for kind in kinds
             if has(entry, kind)
-            for mode in args.modes
-            if mode in entry.modes
+            for backend in backends[kind]
         ]
-        ordered += sorted(groups, key=lambda group: -max((job.cost for job in group), default=0))
-    return [job for group in ordered for job in group]
+        for entry in args.entries
+        for mode in args.modes
+        if mode in entry.modes
+    ]
+    # Mates start when the first is ready: a group takes about twice as long as its first.
+    groups.sort(key=lambda group: -max((job.cost for job in group), default=0) * min(len(group), 2))
+    return [job for group in groups for job in group]
 
 
 def has(entry: zoo.Entry, kind: str) -> bool:
@@ -238,6 +245,7 @@ def main(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> Path:
         deadline=None if args.deadline is None else began + args.deadline,
         logs=args.logs,
         device_used_mb=memory.used_mb if memory is not None else lambda: None,
+        gpus=visible()[: args.gpus] if args.device == "cuda" else (),
     )
     print(f"{len(jobs)} processes, {args.jobs} side by side; logs in {args.logs}", flush=True)
     done = 0

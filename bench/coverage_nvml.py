@@ -8,6 +8,26 @@ import os
 MB = 2**20
 
 
+def visible() -> list[str]:
+    """The GPUs that CUDA would see, as CUDA_VISIBLE_DEVICES would name them; empty where there is no NVML."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    library, count = _nvml(), ctypes.c_uint(0)
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    return [str(index) for index in range(count.value)]
+
+
+def _nvml() -> ctypes.CDLL | None:
+    """The library, ready for use; None where there is none."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
 class _Memory(ctypes.Structure):
     """nvmlMemory_t, in bytes."""
 
@@ -18,14 +38,9 @@ class DeviceMemory:
     """Reads one GPU's memory through NVML; answers None where there is no NVML."""
 
     def __init__(self) -> None:
-        self._library: ctypes.CDLL | None = None
         self._device = ctypes.c_void_p()
-        try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:
-            return
-        if library.nvmlInit_v2() == 0 and self._find(library):
-            self._library = library
+        library = _nvml()
+        self._library = library if library is not None and self._find(library) else None
 
     def _find(self, library: ctypes.CDLL) -> bool:
         """Take the first GPU that CUDA would see."""

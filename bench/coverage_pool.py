@@ -12,9 +12,14 @@ Note [In turns]: On a shared machine the host may run half as fast for some seco
 model and mode wait until all of them are ready, and measure in turns, a few steps each, until each has its
 figures.
 
-Note [The first one compiles for all]: The backends of one model and mode compile much the same kernels. The
-first starts alone; when it is ready, and the compile cache has its kernels, the others start, in less than
-half of the time each (Inductor, H200: 82 s, then 37 s for a conv net). Other models' children start between.
+Note [The first one compiles for all]: The children of one model and mode, its check among them, compile much
+the same kernels. The first starts alone; when it is ready, and the compile cache has its kernels, the others
+start, in less than half of the time each (Inductor, H200: 82 s, then 37 s for a conv net). Other models'
+children start between.
+
+Note [Checks on every GPU]: Compiling takes most of the time, and a machine of several GPUs has more cores.
+Checks go to the GPU that has the fewest children; whatever is measured runs on the first one, and those on
+the others stand still as well.
 
 Not a program: `coverage.py` imports it.
 """
@@ -52,11 +57,11 @@ _PR_SET_PDEATHSIG = 1
 class Child:
     """One forked process."""
 
-    def __init__(self, job: Job, work: Work, timeout: float, log: Path) -> None:
-        self.job, self.log = job, log
+    def __init__(self, job: Job, work: Work, timeout: float, log: Path, gpu: str | None = None) -> None:
+        self.job, self.log, self.gpu = job, log, gpu
         self.link, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_live, args=(job, work, theirs, log))
+        self.process = context.Process(target=_live, args=(job, work, theirs, log, gpu))
         with warnings.catch_warnings():
             # Python 3.12 warns where libraries have threads; none of theirs holds a lock that a child needs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -109,7 +114,9 @@ class Pool:
         timeout: seconds that a child may run; waiting and standing still do not count.
         deadline: `time.monotonic` at which the rest is killed; None for never.
         logs: folder for what children print.
-        device_used_mb: reads the whole device's used memory in MB; None where it cannot be known.
+        device_used_mb: reads the first device's used memory in MB; None where it cannot be known.
+        gpus: their names, as CUDA_VISIBLE_DEVICES has them, by Note [Checks on every GPU]; none: children see
+            what this process sees.
     """
 
     work: Work
@@ -118,6 +125,7 @@ class Pool:
     deadline: float | None
     logs: Path
     device_used_mb: Callable[[], float | None]
+    gpus: Sequence[str] = ()
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Fields]]:
         """Each job's fields as soon as it has ended; jobs that the deadline cut off are left out."""
@@ -127,7 +135,8 @@ class Pool:
                 busy = sum(not child.ready for child in living)
                 while busy < self.size and (job := startable(waiting, living, compiled, self.size)):
                     waiting.remove(job)
-                    living.append(Child(job, self.work, self.timeout, self._log(job)))
+                    gpu = place(job, self.gpus, living)
+                    living.append(Child(job, self.work, self.timeout, self._log(job), gpu))
                     busy += 1
                 for child in self._news(living):
                     self._hear(child)
@@ -221,6 +230,13 @@ class Pool:
         return max(0.0, before - after)
 
 
+def place(job: Job, gpus: Sequence[str], living: Sequence[Child]) -> str | None:
+    """The GPU for a job, by Note [Checks on every GPU]; None where none is named."""
+    if not gpus or job.kind != "check":
+        return next(iter(gpus), None)
+    return min(gpus, key=lambda gpu: sum(child.gpu == gpu for child in living))
+
+
 def startable(
     waiting: Sequence[Job], living: Sequence[Child], compiled: Collection[tuple[str, ...]], groups: int
 ) -> Job | None:
@@ -243,14 +259,19 @@ def complete(waiting: Sequence[Job], living: Sequence[Child]) -> list[Child]:
     groups: dict[tuple[str, ...], list[Child]] = {}
     for child in living:
         if child.fields is None:
-            groups.setdefault(_kernels(child.job), []).append(child)
-    begun = {_kernels(job) for job in waiting}
-    found = (g for kernels, g in groups.items() if kernels not in begun and all(child.ready for child in g))
+            groups.setdefault(_together(child.job), []).append(child)
+    missing = {_together(job) for job in waiting}
+    found = (g for name, g in groups.items() if name not in missing and all(child.ready for child in g))
     return next(found, [])
 
 
 def _kernels(job: Job) -> tuple[str, ...]:
     """Jobs of which this is the same compile much the same kernels."""
+    return job.model, job.mode
+
+
+def _together(job: Job) -> tuple[str, ...]:
+    """Jobs of which this is the same are measured together."""
     return job.kind, job.model, job.mode
 
 
@@ -260,8 +281,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _live(job: Job, work: Work, link: Connection, log: Path) -> None:
+def _live(job: Job, work: Work, link: Connection, log: Path, gpu: str | None) -> None:
     """A child's life: print to the log, do the work, say the result."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     die_with_parent()

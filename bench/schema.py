@@ -322,11 +322,15 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """Commit of the checkout: ``PGRAPH_COMMIT`` if set (a copy without git), else git's, else "unknown"."""
+    """The commit that changed ``pgraph/`` last, or ``PGRAPH_COMMIT`` if set (a copy without git).
+
+    What is measured is that code: a commit of documents or results leaves measurements as good as they were.
+    "unknown" where neither is at hand.
+    """
     given = os.environ.get("PGRAPH_COMMIT")
     if given:
         return given
-    head = _output("git", "rev-parse", "--short=12", "HEAD")
+    head = _output("git", "log", "-1", "--format=%h", "--abbrev=12", "--", "pgraph")
     if not head:
         return "unknown"
     # Results themselves change while benchmarks run; they do not make the measured code another one.

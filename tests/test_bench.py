@@ -135,6 +135,32 @@ def test_commit_and_slug(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert schema.environment()["commit"] == "feed"
 
 
+def test_the_commit_is_the_one_that_changed_the_measured_code_last(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not one of documents or results."""
+    schema = load("schema")
+    monkeypatch.delenv("PGRAPH_COMMIT", raising=False)
+    monkeypatch.setattr(schema, "REPO", tmp_path)
+
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", *name, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "pgraph").mkdir()
+    for file in ("pgraph/code.py", "README.md"):
+        (tmp_path / file).write_text("x\n")
+        git("add", file)
+        git("commit", "-q", "-m", file)
+    assert schema.commit() == git("rev-parse", "--short=12", "HEAD~1")
+    (tmp_path / "pgraph" / "code.py").write_text("y\n")
+    assert schema.commit().endswith("+dirty")
+
+
 def test_a_run_on_the_cpu_is_filed_as_one(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is a GPU."""
     schema = load("schema")

@@ -59,6 +59,8 @@ class Fakes:
                 ticks.write(f"{time.monotonic()}\n")
         if job.model == "turns":
             return self.in_turns(job, alone)
+        if job.model == "where":
+            return {"status": "ok", "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
         if job.kind == "time":
             while not (self.folder / "ticks").exists():
                 time.sleep(0.01)
@@ -123,7 +125,7 @@ def test_the_first_backend_compiles_for_the_others(load: Any, tmp_path: Path) ->
     living.append(SimpleNamespace(job=jobs[3]))
     assert startable([*jobs[1:3], *jobs[4:]], living, set(), 9) is jobs[6]
     assert startable(jobs[1:3], living, set(), 9) is None
-    compiled = {("time", "a", "train")}
+    compiled = {("a", "train")}
     assert startable([jobs[6], *jobs[1:3]], living, compiled, 9) is jobs[1], "the others wait for it"
     assert startable(jobs[2:3], [SimpleNamespace(job=jobs[1])], compiled, 1) is jobs[2], (
         "no longer one by one"
@@ -141,6 +143,36 @@ def test_those_that_belong_together_wait_for_one_another(load: Any) -> None:
     assert complete([], [x, y, z, other]) == []
     assert complete([z.job], [x, y, other]) == []
     assert complete([], [x, child("y", True, fields={"status": "gone"}), other]) == [x]
+
+
+def test_checks_are_spread_over_gpus_and_the_first_one_measures(load: Any, tmp_path: Path) -> None:
+    place = load("coverage_pool").place
+    check, timing = job(load, model="a"), job(load, "time", "a")
+    living = [SimpleNamespace(gpu="2"), SimpleNamespace(gpu="2"), SimpleNamespace(gpu="5")]
+    assert place(check, ["2", "5"], living) == "5"
+    assert place(check, ["2", "5"], []) == "2"
+    assert place(timing, ["2", "5"], living) == "2"
+    assert place(check, [], living) is None
+    ((_, fields),) = pool(load, tmp_path, gpus=["7"]).run([job(load, model="where")])
+    assert fields["gpu"] == "7"
+
+
+def test_a_check_waits_for_the_timing_that_compiles_the_same_and_is_no_part_of_it(load: Any) -> None:
+    module = load("coverage_pool")
+    timing, check = job(load, "time", "a"), job(load, model="a")
+    living = [SimpleNamespace(job=timing, ready=True, fields=None)]
+    assert module.startable([check], living, set(), 9) is None
+    assert module.startable([check], living, {("a", "train")}, 9) is check
+    assert module.complete([check], living) == living
+
+
+def test_gpus_are_named_as_cuda_would_see_them(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = load("coverage_nvml")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
+    assert nvml.visible() == ["3", "1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(nvml, "_nvml", lambda: None)
+    assert nvml.visible() == []
 
 
 def test_backends_of_one_model_measure_in_turns(load: Any, tmp_path: Path) -> None:
@@ -240,9 +272,11 @@ def test_jobs_start_with_the_longest_and_keep_backends_together(load: Any) -> No
     ]
     assert len(checks) == 8
     assert all(j.backend == "pgraph" for j in checks)
-    timings = jobs[len(checks) :]
+    timings = [j for j in jobs if j.kind == "time"]
     assert [j.backend for j in timings[:4]] == ["pgraph", "reduce-overhead", "inductor", "eager"]
     assert [len({(j.model, j.mode) for j in timings[i : i + 4]}) for i in range(0, 24, 4)] == [1] * 6
+    assert [j.kind for j in jobs[:5]] == ["time"] * 4 + ["check"], "nobody waits for a check"
+    assert len({(j.model, j.mode) for j in jobs[:5]}) == 1
     assert "hf/gemma" not in {j.model for j in timings}
     assert program.jobs_of(program.parse_args(["--models", "own/mlp", "--checks-only"]))[0].kind == "check"
 
