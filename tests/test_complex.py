@@ -107,6 +107,19 @@ def test_a_conjugate_crosses_from_part_to_part() -> None:
             same(compiled(a, b), fn(a, b))
 
 
+def test_the_conjugate_of_a_number_lies_in_the_recording() -> None:
+    """The backward of `x * 1j` takes a conjugate of the number itself: a tensor that no argument is."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 1j).cos()
+
+    compiled = host(fn)
+    check_lazy_gradients(compiled, fn, complex_pair)
+    report = pgraph.report()
+    assert report.refused == 0, str(report)
+    assert report.launches >= 8, str(report)
+
+
 def doubled_square(x: Tensor) -> Tensor:
     return x * x * 2
 

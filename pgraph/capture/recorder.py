@@ -114,7 +114,7 @@ class Recorder(UnwrappedMode):
         known = len(self.ranges)
         before = after = self.boundary()
         try:
-            if facts.view:
+            if facts.view and isinstance(args[0], torch.Tensor):  # of a number it makes a tensor
                 result = self._session.run_view(func, args, kwargs)
                 self._adopt_all(result, before)
                 return result
