@@ -25,6 +25,7 @@ from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, Result, Source
 from pgraph.launch.views import view
 from pgraph.native import libraries, structs
+from pgraph.template.plan import GRANULE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -273,6 +274,50 @@ def test_inputs_die_between_the_chunks() -> None:
     device.at_launch = lambda: alive.append(ref() is not None)
     assert call(args) is not None
     assert (alive[0], alive[-1]) == (True, False), alive
+
+
+@BOTH
+def test_each_launch_finds_alive_what_the_plan_says(path: Any) -> None:
+    """Blocks that are carried from chunk to chunk, too: one freed early would be overwritten, or gone."""
+    case = {
+        "nodes": 6,
+        "inputs": [(True, 0), (False, 2), (False, 4), (False, 6)],
+        "memory": [
+            *(("temp", 0, 3, 9), ("temp", 1, 0, 30), ("temp", 2, 2, 14)),
+            *(("output", 3, 0, 20), ("temp", 4, 0, 30)),
+        ],
+        "slack": 0,
+    }
+    device = FakeDevice()
+    program = made(device, case)
+    plan = program.built.template.plan
+    blocks, inputs = set[int](), dict.fromkeys(range(len(case["inputs"])), True)
+    want, carried = [], []
+    for chunk in plan.chunks:
+        carried.append(blocks.intersection(chunk.free))
+        blocks |= set(chunk.allocate)
+        want.append((sum(plan.blocks[block].nbytes for block in blocks), list(inputs.values())))
+        blocks -= set(chunk.free)
+        inputs |= dict.fromkeys(chunk.release, False)
+    assert len(want) == 3
+    assert all(carried[1:]), "blocks that are freed after a later chunk"
+    assert all(chunk.release for chunk in plan.chunks)
+
+    call, args = path(program), arguments(program)
+    given = [weakref.ref(tensor) for tensor in args[1:]]
+    found: list[Any] = []
+
+    def look() -> None:
+        held = sum(
+            (1 if what == "alloc" else -1) * -(-nbytes // GRANULE) * GRANULE
+            for what, nbytes in device.events
+            if what != "launch"
+        )
+        found.append((held, [tensor() is not None for tensor in given]))
+
+    device.at_launch = look
+    assert call(args) is not None
+    assert found == want
 
 
 def test_nothing_leaks_over_many_calls() -> None:

@@ -12,13 +12,14 @@ from support_native import BOTH, CASE, SIDE, FakeDevice, in_c, made
 from torch import Tensor, nn
 
 import pgraph
+from pgraph.capture import build
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import DriverError, MatchError
 from pgraph.launch.guards import Guards, TensorGuard, ValueGuard
 from pgraph.launch.native import native_addresses
 from pgraph.native import libraries
 from pgraph.template.match import match
-from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -294,3 +295,23 @@ def test_a_word_of_a_region_that_one_capture_has_freed_is_a_slot(dead: str, beyo
     a = recorded(A, (0x1000, 0x2000), word, dead=1 if dead in ("first", "both") else None, own=True)
     b = recorded(B, (0x1000, 0x2200), word + 0x200, dead=1 if dead in ("second", "both") else None, own=True)
     assert match(a, b) == (() if dead == "both" else (Slot(0, 0, 1, beyond),))
+
+
+@pytest.mark.parametrize(("deaths", "lives"), [((1, 2), 2), ((2, 1), 2), ((1, None), 3), ((None, 1), 3)])
+def test_a_region_lives_as_long_as_in_the_capture_that_keeps_it_longer(
+    deaths: tuple[int | None, ...], lives: int
+) -> None:
+    """Freed earlier, its memory would be another tensor's while a node may still read it."""
+    nodes = tuple(NodeRecord("kernel", f"k{i}", (), bytes(8)) for i in range(3))
+    recordings = []
+    for base, death in zip((A, B), deaths, strict=True):
+        allocations = (
+            GhostAllocation(base, 64, 0, 3),
+            GhostAllocation(base + 0x1000, 64, 0, death),
+            GhostAllocation(base + 0x2000, 64, 2, None),
+        )
+        ghosts = (base, base + (1 << 20))
+        recordings.append(Recording(nodes, chain(3), allocations, 1, (OutputSpec(region=2),), ghosts, None))
+    slots = tuple(Slot(node, 0, node, 0) for node in range(3))
+    template = build._template(HostDriver(), *recordings, slots, frozenset(), [(0, 0)], 0)
+    assert template.regions[1].death == lives
