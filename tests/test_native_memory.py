@@ -12,6 +12,7 @@ import pytest
 import torch
 from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, made
 
+from pgraph import compat
 from pgraph.launch import allocations
 from pgraph.launch.allocations import (
     LARGE_PEAK,
@@ -26,7 +27,7 @@ from pgraph.launch.allocations import (
 )
 from pgraph.launch.lookup import numbered
 from pgraph.launch.native import PHASES, native_launch, native_program, time_calls
-from pgraph.launch.program import Result, Source
+from pgraph.launch.program import Result, Source, program_of
 from pgraph.launch.views import view
 from pgraph.native import libraries
 from pgraph.template.recording import TensorSpec
@@ -116,6 +117,24 @@ def test_small_results_that_are_saved_come_in_one_piece(path: Any) -> None:
     assert len(program.shared) == 13
     del results, result
     assert not device.living
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"), [((5, 4), (8, 1)), ((0, 8), (8, 1))], ids=["with-gaps", "without-elements"]
+)
+def test_a_result_with_gaps_or_without_elements_has_memory_of_its_own(size: Any, stride: Any) -> None:
+    """What is copied out of a piece would come out without its gaps."""
+    program = made(FakeDevice(), SAVED)
+    position, *others = program.shared
+    outputs = list(program.built.template.outputs)
+    layout = outputs[position].layout
+    assert layout is not None
+    layout = dataclasses.replace(layout, size=size, stride=stride)
+    outputs[position] = dataclasses.replace(outputs[position], layout=layout)
+    template = dataclasses.replace(program.built.template, outputs=tuple(outputs))
+    built = dataclasses.replace(program.built, template=template)
+    again = program_of(built, program.guards, dict.fromkeys(program.shared, 0), 8 << 20)
+    assert list(again.shared) == others
 
 
 def _saved(block: int, nbytes: int) -> Allocation:
@@ -291,6 +310,21 @@ def test_views_begin_where_they_should_and_keep_their_bits(
     assert part.data_ptr() == owner.data_ptr() + 24
     assert (part.is_conj(), part.is_neg(), part.dtype) == (conj, neg, dtype)
     assert (tuple(part.size()), part.stride()) == ((3,), (1,))
+
+
+@BOTH
+def test_a_view_as_inductor_makes_them_counts_from_where_its_owner_begins(path: Any) -> None:
+    """And not from where the storage begins."""
+    device = FakeDevice()
+    device.made_on = -1
+    program = made(device, CASE)
+    index = next(r.index for r in program.results if r.source is Source.INPUT)
+    part = Result(Source.INPUT, index, make=compat.reinterpret, args=((3,), (1,), 4))
+    args = arguments(program)
+    late = args[1] = torch.randn(12 * SIDE)[2 * SIDE : 10 * SIDE].view(SIDE, SIDE)
+    done = path(dataclasses.replace(program, results=(part,)))(args)
+    assert done is not None
+    assert done[0][0].data_ptr() == late.data_ptr() + 16
 
 
 def test_tensors_in_inference_mode_are_those_that_python_makes() -> None:

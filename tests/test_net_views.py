@@ -158,6 +158,23 @@ def test_a_negative_view_crosses_from_part_to_part(fn: Callable[..., Any]) -> No
     )
 
 
+def conjugate_and_plain(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    doubled = a * 2
+    turned = doubled.conj()
+    cut = b.real.sin()
+    return doubled * 3, turned * 5, cut + 1
+
+
+@pytest.mark.usefixtures("cutting_sin")
+def test_a_conjugate_crosses_beside_what_it_is_a_view_of() -> None:
+    crosses(
+        conjugate_and_plain,
+        lambda: (torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)),
+    )
+    views = [spec.layout for spec in results_of_parts() if spec.view_of is not None]
+    assert any(layout is not None and layout.conj for layout in views), "no part handed one on"
+
+
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_a_conjugate_of_a_conjugate_is_plain(codegen: str, inductor_cache: object) -> None:
     """A backward begins with a part that only takes back the conjugation of what was saved."""
