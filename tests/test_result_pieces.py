@@ -339,6 +339,32 @@ def test_nothing_is_shared_where_the_backward_hands_on_what_was_saved() -> None:
     assert shared()["forward"] == 0
 
 
+def test_nothing_is_shared_where_a_sparse_gradient_may_consist_of_what_was_saved() -> None:
+    """The program would get the rows that were looked up as a part of the piece."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = Normalized()
+            self.table = nn.Embedding(20, 16, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, _ = self.rest(x)
+            return first + self.table((x.sum(1) > 0).long() + 3)
+
+    model = Model()
+    compiled = torch.compile(model, backend="pgraph", options=OPTIONS)
+    for _ in range(CALLS):
+        model.zero_grad(set_to_none=True)
+        compiled(torch.randn(32, 16)).square().sum().backward()
+        gradient = model.table.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        assert in_memory_of_its_own(gradient._indices().flatten())
+    assert shared()["forward"] == 0
+    assert pgraph.report().launches
+
+
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Positions of the inputs that each backward may overwrite, of each one that is compiled."""
