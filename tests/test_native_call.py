@@ -212,6 +212,15 @@ def test_a_trait_that_is_as_it_was_does_not_hinder(path: Any) -> None:
     assert call(arguments(program)) is not None
 
 
+@pytest.mark.parametrize("layout", ["known", "unknown"])
+def test_a_trait_counts_however_tensors_are_read(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "unknown":
+        monkeypatch.setattr(compat, "tensor_layout", lambda: (0, 0))
+    for bits, launched in (((False, False), True), ((True, False), False)):
+        program = made(FakeDevice(), CASE, traits=(TraitGuard(2, lazy_bits, bits),))
+        assert (in_c(program)(arguments(program)) is not None) is launched
+
+
 def with_input(guard: TensorGuard) -> Program:
     """A program of one input, of which this must hold."""
     program = made(FakeDevice(), {**CASE, "inputs": [(True, 0)]})

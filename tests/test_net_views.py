@@ -175,6 +175,20 @@ def test_a_conjugate_crosses_beside_what_it_is_a_view_of() -> None:
     assert any(layout is not None and layout.conj for layout in views), "no part handed one on"
 
 
+def retyped_and_plain(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    doubled = a * 2
+    retyped = doubled.view(torch.int32)
+    cut = b.sin()
+    return doubled * 3, retyped // 5, cut + 1
+
+
+@pytest.mark.usefixtures("cutting_sin")
+def test_a_view_of_another_type_crosses_beside_what_it_is_a_view_of() -> None:
+    crosses(retyped_and_plain, lambda: (torch.randn(3, 4), torch.randn(3, 4)))
+    views = [spec.layout for spec in results_of_parts() if spec.view_of is not None]
+    assert any(layout is not None and layout.dtype is torch.int32 for layout in views), "none was handed on"
+
+
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_a_conjugate_of_a_conjugate_is_plain(codegen: str, inductor_cache: object) -> None:
     """A backward begins with a part that only takes back the conjugation of what was saved."""
