@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import DriverError
+from pgraph.template.recording import NodeRecord
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
 allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
@@ -226,3 +229,48 @@ def test_pools_that_are_not_in_use_are_in_nobodys_way(
     assert pools.alive == [False, False]
     assert pools.used == []
     assert pools.given_back == ([8192] if before else [])
+
+
+@pytest.mark.parametrize("taken", [150 << 10, 900 << 20, -(64 << 20)])
+def test_what_other_processes_take_meanwhile_is_no_memory_of_an_exec(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver tells of the whole device only: 900 MB would be more than all captures may take."""
+    cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
+    graph = SimpleNamespace(part=lambda first, last: SimpleNamespace(graph=0, nodes=[1, 2]))
+    nodes = [NodeRecord("kernel", "k", (7,), b"12345678")] * 2
+    readings = iter([100 << 20, (100 << 20) + taken])
+    monkeypatch.setattr(cuda_exec, "_outside_allocator", lambda: next(readings))
+    monkeypatch.setattr(cuda_exec.CudaExec, "_lay_out", lambda *_: None)
+    for name, values in {
+        "cuGraphInstantiate": (5,),
+        "cuGraphUpload": (),
+        "cuStreamSynchronize": (),
+        "cuCtxGetCurrent": (6,),
+    }.items():
+        monkeypatch.setattr(cuda_exec.cu, name, lambda *_, values=values: (SUCCESS, *values))
+    made = cuda_exec.CudaExec(graph, nodes, 0, 2, [], 0)
+    assert made.nbytes == min(max(taken, 0), cuda_exec._at_most(nodes))
+    assert 8 << 20 <= cuda_exec._at_most(nodes) <= 9 << 20
+    assert cuda_exec._at_most(nodes * 500) >= 1000 * (4 << 10), "as many bytes as a node takes"
+    monkeypatch.setattr(cuda_exec.CudaExec, "__del__", lambda _: None, raising=False)
+
+
+@given(total=st.integers(1 << 30, 1 << 40), share=st.floats(0.001, 0.999))
+@example(total=85_017_755_648, share=8192 * 2**20 / 85_017_755_648)
+def test_the_limit_is_what_it_was_after_a_capture(total: int, share: float) -> None:
+    """PyTorch rounds down what is set, and tells the quotient."""
+    allowed = [int(share * total)]
+
+    def setting(fraction: float, _: Any) -> None:
+        allowed.append(int(fraction * total))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: allowed[-1] / total)
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", setting)
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total), raising=False
+        )
+        with cuda_ghost.unlimited(torch.device("cuda", 0)):
+            assert allowed[-1] == total
+    assert allowed[-1] == allowed[0]
