@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from worker import Device
 
 SETTLE_STEPS = 2
-MOST = 5  # times as many bursts as asked for, if the host is slow
+MOST = 3  # times as many bursts as asked for, if the host is slow
 
 
 @dataclasses.dataclass(frozen=True)

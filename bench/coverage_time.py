@@ -25,7 +25,7 @@ WARM_STEPS = 8
 WARM_QUIET = 5  # steps without a new capture; one that was refused may be tried again in pieces
 WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
-TURNS = 5
+TURNS = 4
 BURSTS = 3  # of each turn
 
 

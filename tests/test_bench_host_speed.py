@@ -49,6 +49,15 @@ def test_all_threads_run_on_the_fastest_core(host_speed: Any, monkeypatch: pytes
     assert machine.used == dict.fromkeys((0, 17), frozenset(range(8)))
 
 
+def test_of_many_cores_a_few_are_looked_at(host_speed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {core: 100.0 + core for core in range(64)}, cores=64)
+    looked: list[float] = []
+    cores = host_speed.Cores(lambda: looked.append(machine.measure()) or looked[-1])
+    chosen = cores.choose()
+    assert len(set(looked)) == len(looked) == 8
+    assert 100.0 + chosen == min(looked)
+
+
 def test_without_affinity_it_runs_where_it_is_put(host_speed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     took = iter((10.0, 12.0, 8.0, 8.0))

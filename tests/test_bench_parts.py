@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,26 @@ def test_programs_understand_what_the_parts_tell_them(tmp_path: Path) -> None:
     if len(found) < len(programs):
         pytest.fail(done.stderr[-2000:])
     assert [command for command, told in found if told != "understood"] == [], done.stderr[-2000:]
+
+
+def test_what_has_run_is_written_down_when_time_is_up(tmp_path: Path) -> None:
+    """A part that is ended with SIGTERM, as `timeout` does it, leaves a record of its finished tests."""
+    test = tmp_path / "test_slow.py"
+    begun = tmp_path / "begun"
+    test.write_text(
+        "import pathlib, time\n\ndef test_one(): pass\n\n"
+        f"def test_two():\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, str(REPO / "tests" / "gpu" / "run_recorded.py"), "--out", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "-p", "no:xdist", str(test)], stdout=subprocess.PIPE, text=True, cwd=REPO
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        process.communicate(timeout=60)
+    (path,) = tmp_path.glob("gpu-tests-*.json")
+    record = json.loads(path.read_text())
+    assert record["interrupted"]
+    assert [t["outcome"] for t in record["tests"] if t["nodeid"].endswith("test_one")] == ["passed"]

@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the record")
     args, rest = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has run is written down
     recorder = Recorder()
     options = [
         "-p",
@@ -93,6 +95,7 @@ def main() -> int:
     record = {
         **machine(),
         **counts,
+        **({"interrupted": True} if status == pytest.ExitCode.INTERRUPTED else {}),
         "seconds": round(sum(t.get("seconds", 0) for t in tests), 1),
         "tests": tests,
     }
