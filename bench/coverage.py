@@ -13,8 +13,9 @@ then run by all backends, one process each, alone on the GPU (`coverage_pool.py`
 they are, which `reduce-overhead` needs, and inputs come from four sets in turn.
 
 Results go to ``bench/results/coverage-<gpu>.json`` after every process, so a stopped run keeps what it has;
-``--resume`` leaves out what went well at the same commit. Processes are forked from one that has imported
-torch and the collections. What each prints lies in ``--logs``.
+``--resume`` leaves out what went well at the same commit, or at one that changed nothing that is measured
+(``--as-good``). Processes are forked from one that has imported torch and the collections. What each prints
+lies in ``--logs``.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
         )
     parser.set_defaults(kinds=tuple(kind for _, kind in kinds))
     add("--resume", action="store_true", help="leave out what went well at this commit")
+    add("--as-good", nargs="+", default=[], metavar="COMMIT", help="what --resume leaves out at these, too")
     add("--deadline", type=float, default=None, metavar="SECONDS", help="kill what still runs then")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     add(
@@ -235,7 +237,7 @@ def main(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> Path:
     args = parse_args(argv, suite)
     prepare(args)
     header = schema.environment(cpu=args.device == "cpu")
-    rows = Rows(schema.result_path(suite.bench, header["gpu"], args.out), header)
+    rows = Rows(schema.result_path(suite.bench, header["gpu"], args.out), header, args.as_good)
     jobs = [job for job in jobs_of(args) if not (args.resume and rows.done(job))]
     memory = DeviceMemory() if args.device == "cuda" else None
     pool = Pool(

@@ -67,17 +67,19 @@ class Rows:
     Args:
         path: the file; it may not exist yet.
         header: of this run.
+        as_good: commits whose measurements count as this run's commit's.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], as_good: Sequence[str] = ()) -> None:
         self.path, self.header = path, header
+        self._good = (header["commit"], *as_good)
         found = schema.read(path)["rows"] if path.exists() else []
         self.rows = {schema.identity(row): dict(row) for row in found}
 
     def done(self, job: Job) -> bool:
-        """Whether the file has this job's part of this run's commit already, and it went well."""
+        """Whether the file has this job's part already, of a commit that counts, and it went well."""
         row = self.rows.get(row_key(job), {})
-        return row.get(f"{job.kind}_status") == "ok" and part_commit(row, job.kind) == self.header["commit"]
+        return row.get(f"{job.kind}_status") == "ok" and part_commit(row, job.kind) in self._good
 
     def add(self, job: Job, fields: Mapping[str, Any]) -> Row:
         """Merge a job's fields and write the file."""

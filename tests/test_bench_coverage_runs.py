@@ -239,6 +239,9 @@ def test_resuming_leaves_out_what_went_well_at_this_commit(load: Any, tmp_path: 
     assert not again.done(job(load, "time"))
     newer = rows.Rows(path, {**HEADER, "commit": "def"})
     assert not newer.done(job(load))
+    told = rows.Rows(path, {**HEADER, "commit": "def"}, ["other", "abc"])
+    assert told.done(job(load))
+    assert not told.done(job(load, mode="infer"))
 
 
 def test_each_part_of_a_row_says_how_old_it_is(load: Any, tmp_path: Path) -> None:
