@@ -467,6 +467,29 @@ def test_a_capture_under_hooks_of_others_shares_nothing() -> None:
     assert shared()["forward"] == 0
 
 
+def test_hooks_of_others_get_what_the_launched_capture_made() -> None:
+    """Of three captures of one forward, two share nothing, since hooks were about when they were made."""
+    model = Normalized()
+    call = torch.compile(model, backend="pgraph", options=OPTIONS, dynamic=True)
+    twin = copy.deepcopy(model)
+
+    def compared_at(rows: int, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        want, got = steps(twin, twin, rows=rows), steps(model, call, rows=rows, around=around)
+        for a, b in zip(got, want, strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+    compared_at(32, freeing)
+    compared_at(48, contextlib.nullcontext)
+    compared_at(64, freeing)
+    (forward,) = (p for p in registry.live_capturable() if p.stats.facts.graph.kind == "forward")
+    assert [bool(program.shared) for program in forward._cache.captured.programs] == [False, True, False]
+    for rows in (48, 32):
+        launches = forward.stats.launches
+        compared_at(rows, freeing)
+        assert forward.stats.launches == launches + CALLS
+
+
 def test_gradients_are_not_copied_for_hooks_on_saved_tensors() -> None:
     """Which never get any."""
     model = Normalized()
