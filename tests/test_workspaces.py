@@ -114,6 +114,28 @@ def test_of_several_none_is_lent_where_none_is_kept() -> None:
     assert "workspace" not in {r.kind for r in made.regions}
 
 
+@pytest.mark.parametrize("told", [(False, True), (True, False), (False, False)])
+def test_what_one_capture_only_calls_a_librarys_is_none(told: tuple[bool, bool]) -> None:
+    """It may hold something from one op to the next: so it is one region, in the plan, and never lent."""
+    steps = (0, 2, 3, 4, 5)
+    both = [
+        dataclasses.replace(
+            found,
+            allocations=tuple(
+                dataclasses.replace(a, library=library and a.library) for a in found.allocations
+            ),
+        )
+        for found, library in zip((recording(0, steps), recording(1 << 40, steps)), told, strict=True)
+    ]
+    for driver in (HostDriver(), Lender()):
+        made = build._template(driver, *both, SLOTS, frozenset(), [(0, 0)], 0)
+        assert [(r.kind, r.birth, r.death) for r in made.regions] == [
+            *(("input", 0, 4), ("temp", 0, 5), ("output", 4, survives(5)))
+        ]
+        assert made.slots == SLOTS
+        assert made.plan.peak > SIZE
+
+
 def test_the_helper_is_built_where_torch_has_cuda() -> None:
     if not (pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists():
         assert libraries.load_workspaces() is None
