@@ -408,6 +408,26 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
         assert pgraph.report().launches == before + (n != 6)
 
 
+@pytest.mark.parametrize("failing", [4, 5])
+def test_a_failed_launch_refuses_no_other_shape(failing: int) -> None:
+    """Whichever of the captures it was, and before anything had run."""
+    fn = host(lambda x: (x * 2).cumsum(0), dynamic=True)
+
+    def run(n: int) -> None:
+        x = torch.randn(n, 3)
+        same(fn(x), (x * 2).cumsum(0))
+
+    for n in (4, 4, 5, 5):
+        run(n)
+    with inject(HostFaults(fail_at="launch")):
+        run(failing)
+    assert pgraph.report().refused == 1
+    for n in (4, 5):
+        before = pgraph.report().launches
+        run(n)
+        assert pgraph.report().launches == before + (n != failing)
+
+
 def test_three_refused_shapes_end_the_captures(caplog: pytest.LogCaptureFixture) -> None:
     """One refusal is one shape's; after the third, only what there is still launches."""
     fn = host(lambda x: (x * 2).cumsum(0), dynamic=True)
