@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import itertools
 import sys
 import threading
+import tracemalloc
 import types
 import weakref
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, in_python, made
 
@@ -34,36 +36,54 @@ def _needed() -> None:
         pytest.skip("no C compiler or no Python headers, or PGRAPH_NATIVE=0")
 
 
+CARRIED: dict[str, Any] = {
+    "nodes": 6,
+    "inputs": [(True, 0), (False, 2), (False, 4), (False, 6)],
+    "memory": [
+        *(("temp", 0, 3, 9), ("temp", 1, 0, 30), ("temp", 2, 2, 14)),
+        *(("output", 3, 0, 20), ("temp", 4, 0, 30)),
+    ],
+    "slack": 0,
+}
+"""Three chunks, each of which releases an input; after the later ones, blocks of earlier ones are freed."""
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Nodes, inputs (kept, death), memory (kind, birth, length, rows), slack of the plan."""
+    """Nodes, inputs (kept, death), memory (kind, birth, length, rows), slack of the plan.
+
+    Many have several chunks, and blocks that are freed after a later one than their first: these take
+    several temporaries, and no slack.
+    """
     memory = st.tuples(
-        st.sampled_from(["temp", "temp", "output", "halves", "view", "same", "part"]),
+        st.sampled_from([*["temp"] * 5, "output", "halves", "view", "same", "part"]),
         st.integers(0, 9),
         st.integers(0, 4),
         st.integers(1, 40),
     )
     return {
-        "nodes": draw(st.integers(1, 8)),
+        "nodes": draw(st.integers(1, 10)),
         "inputs": [(True, 0), *draw(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=4))],
-        "memory": draw(st.lists(memory, max_size=6)),
-        "slack": draw(st.sampled_from([0, 4096, 1 << 20])),
+        "memory": draw(st.lists(memory, min_size=draw(st.sampled_from([6, 4, 0])), max_size=9)),
+        "slack": draw(st.sampled_from([0, 0, 0, 4096, 1 << 20])),
         "workspace": draw(st.sampled_from([0, 1 << 20])),
         "saved": draw(st.booleans()),
     }
 
 
 def by_path(case: dict[str, Any], path: Any) -> tuple[list[Any], list[Any], int]:
-    """(events, results as (type, layout), rewritten) of two launches."""
+    """(events, inputs alive at each launch, results as (type, layout), rewritten) of two launches."""
     device = FakeDevice()
     program = made(device, case)
     call = path(program)
     seen: list[Any] = []
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    device.at_launch = lambda: seen.append([tensor() is not None for tensor in inputs])
     rewritten = 0
     for _ in range(2):
         args = arguments(program)
-        inputs = args[1:]
-        addresses = [t.data_ptr() for t in inputs]
+        kept, inputs = args[1], [weakref.ref(tensor) for tensor in args[1:]]
+        addresses = [tensor.data_ptr() for tensor in args[1:]]
         done = call(args)
         assert done is not None
         assert args == [42] + [None] * len(inputs)
@@ -87,8 +107,8 @@ def by_path(case: dict[str, Any], path: Any) -> tuple[list[Any], list[Any], int]
         seen.append([[a is b for b in tensors] for a in tensors])
         seen.append([[compat.same_counter(a, b) for b in tensors] for a in tensors])
         view = results[1]
-        assert torch.equal(view, inputs[0].flatten()[2:10:2])
-        assert results[2] is inputs[0]
+        assert torch.equal(view, kept.flatten()[2:10:2])
+        assert results[2] is kept
         del results, view, tensors
         device.events.clear()
     assert not device.living
@@ -96,9 +116,10 @@ def by_path(case: dict[str, Any], path: Any) -> tuple[list[Any], list[Any], int]
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@example(case=CARRIED)
+@settings(max_examples=80)
 def test_c_equals_python(case: dict[str, Any]) -> None:
-    """Allocations, launches and frees in the same order with the same sizes; equal results and counts."""
+    """Allocations, launches, frees and releases in the same order; equal sizes, results and counts."""
     assert by_path(case, in_c) == by_path(case, in_python)
 
 
@@ -288,19 +309,10 @@ def test_inputs_die_between_the_chunks() -> None:
 @BOTH
 def test_each_launch_finds_alive_what_the_plan_says(path: Any) -> None:
     """Blocks that are carried from chunk to chunk, too: one freed early would be overwritten, or gone."""
-    case = {
-        "nodes": 6,
-        "inputs": [(True, 0), (False, 2), (False, 4), (False, 6)],
-        "memory": [
-            *(("temp", 0, 3, 9), ("temp", 1, 0, 30), ("temp", 2, 2, 14)),
-            *(("output", 3, 0, 20), ("temp", 4, 0, 30)),
-        ],
-        "slack": 0,
-    }
     device = FakeDevice()
-    program = made(device, case)
+    program = made(device, CARRIED)
     plan = program.built.template.plan
-    blocks, inputs = set[int](), dict.fromkeys(range(len(case["inputs"])), True)
+    blocks, inputs = set[int](), dict.fromkeys(range(len(CARRIED["inputs"])), True)
     want, carried = [], []
     for chunk in plan.chunks:
         carried.append(blocks.intersection(chunk.free))
@@ -352,6 +364,52 @@ def test_nothing_leaks_over_many_calls() -> None:
     del program, call
     gc.collect()
     assert alive() is None, "the program keeps its recipes alive, and only as long as it lives"
+
+
+@pytest.mark.parametrize("where", ["in the same thread", "in another one"])
+def test_a_launch_within_a_launch_leaves_no_memory_behind(where: str) -> None:
+    """Each has a frame of its own, of which one is kept for the next launch."""
+    device = FakeDevice()
+    program = made(device, CASE)
+    real, depth, calls = device.empty_strided, 0, 0
+
+    def work() -> None:
+        nonlocal calls
+        assert call(arguments(program)) is not None
+        calls += 1
+
+    def empty_strided(*layout: Any) -> torch.Tensor:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            if where == "in the same thread":
+                work()
+            else:
+                thread = threading.Thread(target=work)
+                thread.start()
+                thread.join()
+        tensor = real(*layout)
+        depth -= 1
+        return tensor
+
+    device.empty_strided = empty_strided  # type: ignore[method-assign]
+    call = in_c(program)
+
+    tracemalloc.start()
+    try:
+        held = []
+        for _ in range(5):
+            for _ in range(50):
+                work()
+                device.events.clear()
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert calls >= 2 * 250, "each with others within"
+    frame = 8 * (len(CASE["inputs"]) + 2 * program.n_blocks + program.n_regions)  # type: ignore[arg-type]
+    grown = [after - before for before, after in itertools.pairwise(held)]
+    assert min(grown) < 50 * frame // 2, f"frames of {frame} bytes are left behind: {grown}"
 
 
 def test_threads_launch_what_they_have_set() -> None:
