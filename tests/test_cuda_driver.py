@@ -268,9 +268,6 @@ def test_the_limit_is_what_it_was_after_a_capture(total: int, share: float) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: allowed[-1] / total)
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", setting)
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total), raising=False
-        )
         with cuda_ghost.unlimited(torch.device("cuda", 0)):
             assert allowed[-1] == total
     assert allowed[-1] == allowed[0]

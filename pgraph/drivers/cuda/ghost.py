@@ -315,18 +315,12 @@ def unlimited(device: torch.device) -> Iterator[None]:
     if share >= 1.0:  # also if it was never set; setting it would switch the check on
         yield
         return
-    total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(_setting(share, total), device)
-
-
-def _setting(share: float, total: int) -> float:
-    """What to set so that this share is told again.
-
-    PyTorch keeps bytes, rounded down, and tells them over the total. Setting what it tells takes a byte off
-    where the product is a hair less than whole.
-    """
-    return (round(share * total) + 0.5) / total
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        # PyTorch keeps bytes, rounded down: a share that it tells may be a hair less than whole bytes.
+        lost = share - torch.cuda.get_per_process_memory_fraction(device)
+        if lost > 0:
+            torch.cuda.set_per_process_memory_fraction(share + lost / 2, device)
