@@ -257,6 +257,7 @@ def gpu_tests_table(records: Mapping[str, File], folder: str) -> str:
     for name, record in records.items():
         machine = [record[key] for key in ("gpu", "torch", "python")]
         outcomes = [str(record[key]) for key in ("passed", "failed", "skipped")]
+        outcomes[0] += " until it was stopped" * record.get("interrupted", False)
         lines.append([f"[{name}]({folder}/{name})", *machine, *outcomes, commit(record)])
     head = ["record", "GPU", "torch", "Python", "passed", "failed", "skipped", "commit"]
     align = ["left", "left", "left", "left", "right", "right", "right", "left"]

@@ -259,6 +259,10 @@ def test_records_of_gpu_tests_make_a_table(load: Any, tmp_path: Path) -> None:
     link = f"[{path.name}](results/{path.name})"
     assert cells[-1] == [link, "NVIDIA H200", "2.11.0", "3.12.3", "41", "1", "2", "feed123"]
     assert "No results yet." in text, "a record of tests was taken for a benchmark's"
+    stopped = {**record, "passed": 9, "failed": 0, "skipped": 0, "interrupted": True}
+    assert "| 9 until it was stopped |" in " ".join(
+        load("readme_tables").gpu_tests_table({path.name: stopped}, "results").split()
+    )
 
 
 def test_pages_need_markers_and_markers_need_names(load: Any, tmp_path: Path) -> None:

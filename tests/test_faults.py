@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -388,8 +389,8 @@ def test_a_failure_between_chunks_is_an_error() -> None:
     assert specialization.built is None
 
 
-def test_a_refused_shape_leaves_the_captured_ones() -> None:
-    """What was captured before a capture failed goes on being launched."""
+def captured_at_four_and_five() -> Callable[[int], None]:
+    """Runs a program at so many rows, and compares; two sizes are captured."""
     fn = host(lambda x: (x * 2).cumsum(0), dynamic=True)
 
     def run(n: int) -> None:
@@ -398,6 +399,12 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
 
     for n in (4, 4, 5, 5):
         run(n)
+    return run
+
+
+def test_a_refused_shape_leaves_the_captured_ones() -> None:
+    """What was captured before a capture failed goes on being launched."""
+    run = captured_at_four_and_five()
     with inject(HostFaults(fail_at="end", fail_as="lost")):
         run(6)
         run(6)
@@ -411,14 +418,7 @@ def test_a_refused_shape_leaves_the_captured_ones() -> None:
 @pytest.mark.parametrize("failing", [4, 5])
 def test_a_failed_launch_refuses_no_other_shape(failing: int) -> None:
     """Whichever of the captures it was, and before anything had run."""
-    fn = host(lambda x: (x * 2).cumsum(0), dynamic=True)
-
-    def run(n: int) -> None:
-        x = torch.randn(n, 3)
-        same(fn(x), (x * 2).cumsum(0))
-
-    for n in (4, 4, 5, 5):
-        run(n)
+    run = captured_at_four_and_five()
     with inject(HostFaults(fail_at="launch")):
         run(failing)
     assert pgraph.report().refused == 1
