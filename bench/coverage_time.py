@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backends import pgraph_report
+from backends import pgraph_report, pgraph_settled
 from bursts import SETTLE_STEPS, Burst, bursts, fastest, settle
 from coverage_check import coverage_of
 from coverage_subject import Job, Subject
@@ -196,6 +196,6 @@ def warm_up(job: Job, step: Stepper, device: Device) -> list[float]:
         seconds.append(time.perf_counter() - began)
         report = pgraph_report() if job.backend == "pgraph" else None
         now = int(report.captures) if report is not None else 0
-        quiet = quiet + 1 if now == captures and not (report is not None and report.on_trial) else 0
+        quiet = quiet + 1 if now == captures and pgraph_settled() else 0
         captures = now
     return seconds

@@ -44,7 +44,7 @@ class Entry:
     reshard: str = "default"
     backends: tuple[str, ...] = TIMED
     repeats: int = 1
-    warmup: int = 10
+    warmup: int = 20
     steps: int = 20
     issue: int = 5
     expandable: bool = False

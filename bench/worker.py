@@ -20,7 +20,7 @@ from typing import Any
 
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import torch
-from backends import as_count, compile_kwargs, peak_rss_mb, pgraph_report
+from backends import as_count, compile_kwargs, peak_rss_mb, pgraph_report, pgraph_settled
 from bursts import bursts, fastest
 from configs import workload
 from host_speed import Cores, on_fast_cores
@@ -30,6 +30,7 @@ from torch import Tensor
 
 MB = 2**20
 BURSTS = 6
+SETTLE_MOST = 40  # steps more, while pgraph still tries layouts of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +231,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     device.cap(spec.cap_mb)
     trainer = Trainer(spec, device)
 
-    warm_s = []
-    for _ in range(max(1, spec.warmup)):
+    warm_s: list[float] = []
+    least = max(1, spec.warmup)
+    while len(warm_s) < least or (len(warm_s) < least + SETTLE_MOST and not pgraph_settled()):
         began = time.perf_counter()
         trainer.step()
         device.drain()

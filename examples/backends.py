@@ -91,6 +91,16 @@ def pgraph_report() -> Any | None:
     return pgraph.report()
 
 
+def pgraph_settled() -> bool:
+    """Whether pgraph tries nothing just now: no capture beside the code it came from, no layout of memory."""
+    if "pgraph.backend" not in sys.modules:
+        return True
+    import pgraph
+    from pgraph.runtime import trimming
+
+    return trimming.pending is None and pgraph.report().on_trial == 0
+
+
 def as_count(value: Any) -> float:
     """A number as it is, a collection by its length: the report's fields as plain figures."""
     return value if isinstance(value, int | float) else len(value)

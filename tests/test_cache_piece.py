@@ -73,13 +73,13 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return made
 
 
-def test_most_of_what_is_needed_is_taken_in_one_piece(allocator: Allocator) -> None:
-    empty_into_one_piece(400 * MB)
+def test_what_is_asked_for_is_taken_in_one_piece(allocator: Allocator) -> None:
+    assert empty_into_one_piece(380 * MB + 5) == 380 * MB
     assert allocator.taken == [380 * MB]
 
 
 def test_no_more_is_taken_than_was_given_back(allocator: Allocator) -> None:
-    empty_into_one_piece(2000 * MB)
+    assert empty_into_one_piece(2000 * MB) == 800 * MB
     assert allocator.taken == [800 * MB]
 
 
@@ -100,11 +100,12 @@ def test_where_it_would_do_harm_the_cache_is_only_emptied(
 ) -> None:
     for name, value in changes.items():
         setattr(allocator, name, value)
-    empty_into_one_piece(400 * MB)
+    assert empty_into_one_piece(400 * MB) == 0
     assert allocator.taken == []
     assert allocator.reserved == allocator.live
 
 
-def test_little_is_not_worth_it(allocator: Allocator) -> None:
-    empty_into_one_piece(60 * MB)
+def test_no_piece_may_be_asked_for(allocator: Allocator) -> None:
+    assert empty_into_one_piece(0) == 0
     assert allocator.taken == []
+    assert allocator.reserved == allocator.live

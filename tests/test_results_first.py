@@ -8,49 +8,13 @@ import statistics
 
 import pytest
 import torch
+from support_allocator import Memory
 from support_native import FakeDevice, made
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.launch.program import Program
 from pgraph.runtime import registry
-
-MB = 1 << 20
-
-
-class Memory:
-    """Memory as PyTorch's allocator hands it out: the smallest free block that is large enough.
-
-    Segments have 2 MB for what is small, 20 MB and more for the rest; neighbours within one are joined.
-    """
-
-    def __init__(self) -> None:
-        self.free: list[tuple[int, int, bool]] = []  # bytes, address, small
-        self.taken: dict[int, tuple[int, bool]] = {}
-        self.segments = 0
-
-    def take(self, nbytes: int) -> int:
-        nbytes = -(-nbytes // 512) * 512
-        small = nbytes <= MB
-        if not any(of_small == small and size >= nbytes for size, _, of_small in self.free):
-            self.segments += 1
-            whole = 2 * MB if small else max(20 * MB, -(-nbytes // (2 * MB)) * 2 * MB)
-            self.free.append((whole, self.segments << 40, small))
-        size, address, _ = block = min(one for one in self.free if one[2] == small and one[0] >= nbytes)
-        self.free.remove(block)
-        if size - nbytes >= (512 if small else MB + 512):
-            self.free.append((size - nbytes, address + nbytes, small))
-            size = nbytes
-        self.taken[address] = size, small
-        return address
-
-    def give(self, address: int) -> None:
-        size, small = self.taken.pop(address)
-        for other in list(self.free):
-            if other[1] in (address + size, address - other[0]):
-                self.free.remove(other)
-                size, address = size + other[0], min(address, other[1])
-        self.free.append((size, address, small))
 
 
 def moving_share(program: Program, lasting: int, launches: int = 16) -> float:

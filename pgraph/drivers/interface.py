@@ -331,13 +331,17 @@ class Driver(abc.ABC):
         """Bytes of the device's memory that the framework's allocator holds, in use or not."""
         return 0
 
-    def trim(self, growth: int) -> bool:
-        """Give back what the framework's allocator keeps without need; False if this is not the time.
+    def trim(self, piece: int) -> int | None:
+        """Give back what the framework's allocator keeps without need, and have it take some in one piece.
 
         Args:
-            growth: bytes that will soon be in use beyond those that are now, on this stream.
+            piece: bytes to take, for this stream.
+
+        Returns:
+            Bytes that were taken, 0 where it does not suit the allocator; None if this is not the time, and
+            nothing was done.
         """
-        return True
+        return 0
 
     def ghost_peaks(self) -> GhostPeaks | None:
         """What captures may have added to the device's peak statistics; None if nothing."""

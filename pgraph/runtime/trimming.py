@@ -7,11 +7,9 @@ reserved for nothing. CUDA graph trees empty the cache at each recording. To do 
 and an allocation of each segment that is needed again, so pgraph does it rarely: when the partition that was
 captured last has come round again and nothing was captured since, it looks for one round which call finds
 the least memory in use, and how much the launches need on top of that. At the next such call it empties the
-cache, and takes one segment for all of it (Note [One piece] in `pgraph.drivers.cuda.cache`). That suits some
-programs worse than segments as they come: much of what they need fits in the holes of those that stay. So if
-after a further round clearly more is reserved than was ever in use, it empties the cache once more and leaves
-the rest to the allocator; and if that turns out to reserve more, it goes back to the one piece. The next
-capture begins this anew.
+cache, and takes one segment for all of it (Note [One piece] in `pgraph.drivers.cuda.cache`). If that turns
+out to reserve more than it should, other layouts are tried (Note [Layouts on trial] in
+`pgraph.runtime.layouts`). The next capture begins this anew.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import threading
 
 from pgraph.drivers.interface import Driver
 from pgraph.runtime import progress
+from pgraph.runtime.layouts import Layouts
 
 __all__ = ["Settling", "called", "captured", "pending"]
 
@@ -56,8 +55,8 @@ class Settling:
         self._calls = self._rounds = self._looks = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
         self._peak = 0  # bytes in use while one of these was launched
-        self._emptied_once = False
-        self._in_one_piece: int | None = None  # bytes reserved a round after one piece was taken
+        self._layouts: Layouts | None = None  # once the cache was emptied
+        self._due = True  # the layout of now is not made yet
         self._streams: set[int] = set()
 
     def called(self, name: str, growth: int) -> None:
@@ -83,11 +82,13 @@ class Settling:
                 _settled(self)
 
     def _trimmed(self, growth: int) -> bool:
-        if self._rounds == 0:
+        if self._rounds == 0 and self._layouts is None:
             return False
         self._looks += 1
         if self._looks > _LOOKS:
             self._rounds, self._looks = self._rounds + 1, 0
+        if self._rounds == 0:
+            return False
         used = self._driver.in_use()
         self._streams.add(self._driver.current_stream())
         self._peak = max(self._peak, used + growth)
@@ -99,24 +100,20 @@ class Settling:
             return False
         # Free memory belongs to a stream: what several will need of it cannot be told.
         growth = self._peak - used if len(self._streams) == 1 else 0
-        if not self._emptied_once:
-            self._emptied_once = self._emptied(growth)
-            return self._emptied_once and growth == 0
-        reserved = self._driver.reserved()
-        if self._in_one_piece is None:
-            if reserved <= self._peak * (1 + _ROOM):
+        layouts = self._layouts
+        if layouts is None:
+            layouts = Layouts(growth)
+        elif not self._due:
+            if layouts.judge(self._driver.reserved(), self._peak):
                 return True
-            if self._emptied(0):
-                self._in_one_piece = reserved
+            self._due = True
+        taken = self._driver.trim(layouts.piece(growth))
+        if taken is None:
             return False
-        return reserved <= self._in_one_piece or self._emptied(growth)
-
-    def _emptied(self, growth: int) -> bool:
-        """Empty the cache, and begin a round; False if this is not the time."""
-        if not self._driver.trim(growth):
-            return False
-        self._rounds, self._looks = 1, 0
-        return True
+        layouts.taken(taken)
+        self._layouts, self._due = layouts, False
+        self._rounds = self._looks = 0
+        return layouts.final
 
 
 def captured(name: str, driver: Driver) -> None:

@@ -5,7 +5,7 @@ The allocator takes memory from the device in segments: of 20 MB for blocks of u
 the block. Free blocks of two segments never become one, so a training step leaves holes that its next large
 tensor does not fit in. Blocks within one segment do become one again. So after the cache was emptied, one
 segment is taken that holds most of what a step needs, and is left to the allocator as a free block. No more
-is taken than was given back. Whether it is worth it, `pgraph.runtime.trimming` finds out.
+is taken than was given back. How large a piece is worth it, `pgraph.runtime.layouts` finds out.
 
 It is not done where free blocks of that size would not be divided (``max_split_size_mb``), nor where segments
 grow (``expandable_segments``), which have no such holes. Nor where other streams hold memory (FSDP2's
@@ -14,7 +14,6 @@ parameters are gathered on one): a free block serves one stream, and what each w
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 
 import torch
@@ -23,28 +22,33 @@ from pgraph.drivers.cuda import snapshot
 
 __all__ = ["divides_blocks", "empty_into_one_piece"]
 
-_SHARE = 0.95  # of what is needed: small blocks come from segments of their own
-_WORTH = 64 << 20
+_OTHERS = 64 << 20  # bytes of other streams
 _ROUND = 2 << 20
 
 
-def empty_into_one_piece(growth: int) -> None:
+def empty_into_one_piece(piece: int) -> int:
     """Give free memory back to the current device, and take one free block for the current stream.
 
     Args:
-        growth: bytes that will be allocated on top of what is in use now.
+        piece: bytes to take; 0: the cache is only emptied.
+
+    Returns:
+        Bytes that were taken: fewer where fewer were given back, 0 where it would do harm.
     """
     mine = torch.cuda.current_stream().cuda_stream
     before = _reserved()
     torch.cuda.empty_cache()
     given_back = before[mine] - _reserved()[mine]
-    piece = min(int(growth * _SHARE), given_back) // _ROUND * _ROUND
-    if piece < _WORTH or before.total() - before[mine] >= _WORTH:
-        return
+    piece = min(piece, given_back) // _ROUND * _ROUND
+    if piece <= 0 or before.total() - before[mine] >= _OTHERS:
+        return 0
     if not divides_blocks() or _segments_grow():
-        return
-    with contextlib.suppress(torch.OutOfMemoryError):  # others were faster
+        return 0
+    try:
         torch.empty(piece, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:  # others were faster
+        return 0
+    return piece
 
 
 def _reserved() -> Counter[int]:

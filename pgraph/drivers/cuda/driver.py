@@ -316,17 +316,17 @@ class CudaDriver(Driver):
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device)
 
-    def trim(self, growth: int) -> bool:
+    def trim(self, piece: int) -> int | None:
         if self.is_capturing() or not _CAPTURE_LOCK.acquire(blocking=False):
-            return False  # another thread captures
+            return None  # another thread captures
         try:
             # It would end a capture of the program's own that another thread is making.
-            if not workspaces.instances(torch.cuda.CUDAGraph):
-                with torch.cuda.device(self.device):
-                    empty_into_one_piece(growth)
+            if workspaces.instances(torch.cuda.CUDAGraph):
+                return 0
+            with torch.cuda.device(self.device):
+                return empty_into_one_piece(piece)
         finally:
             _CAPTURE_LOCK.release()
-        return True
 
     def ghost_peaks(self) -> GhostPeaks | None:
         allocated, reserved = self._ledger.excess(*self._peaks())
