@@ -13,9 +13,9 @@ then run by all backends, one process each, alone on the GPU (`coverage_pool.py`
 they are, which `reduce-overhead` needs, and inputs come from four sets in turn.
 
 Results go to ``bench/results/coverage-<gpu>.json`` after every process, so a stopped run keeps what it has;
-``--resume`` leaves out what went well at the same commit, or at one that changed nothing that is measured
-(``--as-good``). Processes are forked from one that has imported torch and the collections. What each prints
-lies in ``--logs``.
+``--memory-only`` measures the timed ones' memory again, with fewer steps. ``--resume`` leaves out what went
+well at the same commit, or at one that changed nothing that is measured (``--as-good``). Processes are
+forked from one that has imported torch and the collections. What each prints lies in ``--logs``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from coverage_pool import Pool
 from coverage_rows import Row, Rows
 from coverage_subject import Job
 from coverage_summary import summary
-from coverage_time import measure
+from coverage_time import measure, measure_memory
 
 BACKENDS = ("pgraph", "reduce-overhead", "inductor", "eager")
 PACKAGES = {"hf": "transformers", "timm": "timm", "tv": "torchvision"}
@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> ar
     )
     which = parser.add_mutually_exclusive_group()
     kinds = (("checks", "check"), ("timed", "time"), ("counts", "count"))
-    for name, kind in kinds:
+    for name, kind in (*kinds, ("memory", "memory")):
         flag = f"--{name}-only"
         which.add_argument(
             flag, dest="kinds", action="store_const", const=(kind,), help=f"kind of process: {kind}"
@@ -140,8 +140,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         "check": [name for name in ("pgraph",) if name in args.backends],
         "time": [name for name in BACKENDS if name in args.backends],
     }
-    backends["count"] = backends["time"]
-    kinds = [kind for kind in ("time", "count", "check") if kind in args.kinds]
+    backends["count"] = backends["memory"] = backends["time"]
+    kinds = [kind for kind in ("time", "count", "memory", "check") if kind in args.kinds]
     groups = [
         [
             Job(kind, entry.name, mode, backend, **settings)
@@ -160,7 +160,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 def has(entry: zoo.Entry, kind: str) -> bool:
     """Whether a model is run in that way."""
-    return {"check": entry.check_batch != 0, "time": entry.timed, "count": entry.counted}[kind]
+    timed = {"time": entry.timed, "memory": entry.timed}
+    return {"check": entry.check_batch != 0, "count": entry.counted, **timed}[kind]
 
 
 def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         importlib.import_module("torch._inductor.config").compile_threads = 1
     if job.kind == "check":
         return check(job)
-    return measure(job, alone) if job.kind == "time" else count(job, alone)
+    return {"time": measure, "count": count, "memory": measure_memory}[job.kind](job, alone)
 
 
 def prepare(args: argparse.Namespace) -> None:

@@ -1,5 +1,7 @@
 """Rows of the coverage benchmark: check, timing and count of one model make one row. Not a program.
 
+A timing measures memory, too; where memory alone was measured after it, those figures stand in their place.
+
 Parts need not be of one commit, since all of them take most of an hour: each names its own (``check_commit``
 and so on). The row's ``commit`` is that of the part that came last.
 """
@@ -14,7 +16,8 @@ import schema
 from coverage_subject import Job
 
 Row = dict[str, Any]
-KINDS = ("check", "time", "count")
+KINDS = ("check", "time", "count", "memory")
+MEMORY = ("peak_allocated_mb", "peak_reserved_mb", "device_used_mb")
 
 
 def row_key(job: Job) -> tuple[str, ...]:
@@ -42,9 +45,12 @@ def combine(old: Mapping[str, Any] | None, job: Job, fields: Mapping[str, Any]) 
     The timing's compile and capture times win over the check's, whose first step includes eager's. The
     profiler's memory, which a count's process holds, is no figure.
     """
-    kept = {} if old is None else {key: value for key, value in old.items() if key != "status"}
+    replaced = ("status", *(("memory_status", "memory_s", "memory_commit") if job.kind == "time" else ()))
+    kept = {} if old is None else {key: value for key, value in old.items() if key not in replaced}
     ignored = ("status", "child_s", *(("device_used_mb",) if job.kind == "count" else ()))
     fresh = {key: value for key, value in fields.items() if key not in ignored}
+    if job.kind == "memory":
+        fresh = {key: value for key, value in fresh.items() if key in MEMORY}
     if job.kind == "check" and kept.get("time_status") == "ok":
         fresh = {key: value for key, value in fresh.items() if key not in ("compile_s", "capture_s")}
     row = {**blank(job), **kept, **fresh}
@@ -89,7 +95,7 @@ class Rows:
         commits = {kind: part_commit(old, kind) for kind in KINDS} if old is not None else {}
         commits[job.kind] = commit
         row = combine(old, job, fields) | {"commit": commit, "date": self.header["date"]}
-        row |= {f"{kind}_commit": one for kind, one in commits.items() if one is not None}
+        row |= {f"{kind}_commit": one for kind, one in commits.items() if one and row.get(f"{kind}_status")}
         schema.write(self.path, [row], self.header)
         self.rows[key] = schema.with_defaults(row)
         return row

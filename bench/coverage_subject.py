@@ -33,7 +33,8 @@ class Job:
     """What one child does.
 
     Args:
-        kind: ``"check"`` (compare with eager, count what is captured), ``"time"``, or ``"count"`` (launches).
+        kind: ``"check"`` (compare with eager, count what is captured), ``"time"``, ``"count"`` (launches) or
+            ``"memory"``.
         model: name in the zoo.
         mode: ``"train"`` (forward, loss, backward) or ``"infer"``.
         backend: name of the backend.

@@ -27,6 +27,7 @@ WARM_MOST = 40  # or twice through all sets of inputs
 STEPS = 120
 TURNS = 4
 BURSTS = 3  # of each turn
+MEMORY_STEPS = 30  # where only memory is measured
 
 
 class Updater:
@@ -159,6 +160,19 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "result": value,
         **(coverage_of(report) if report is not None else {}),
     }
+
+
+def measure_memory(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
+    """Warm up, wait for `alone`, and take some steps; returns peaks in MB."""
+    device = Device(job.device)
+    step = Stepper(job, Subject(job))
+    warm_up(job, step, device)
+    alone()
+    device.reset_peak()
+    for _ in range(MEMORY_STEPS):
+        step()
+    device.drain()
+    return {"status": "ok", **device.memory()}  # the whole device's is replaced: see `Pool`
 
 
 def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Burst]:

@@ -252,7 +252,7 @@ def test_each_part_of_a_row_says_how_old_it_is(load: Any, tmp_path: Path) -> Non
     newer.add(job(load, "time"), {"status": "ok", "ms_per_step": 2.0})
     row = newer.rows[key]
     assert (row["captured_ops"], row["ms_per_step"], row["commit"]) == (10, 2.0, "def")
-    assert [rows.part_commit(row, kind) for kind in rows.KINDS] == ["abc", "def", None]
+    assert [rows.part_commit(row, kind) for kind in rows.KINDS] == ["abc", "def", None, None]
     again = rows.Rows(path, {**HEADER, "commit": "def"})
     assert again.done(job(load, "time"))
     assert not again.done(job(load))
@@ -261,6 +261,27 @@ def test_each_part_of_a_row_says_how_old_it_is(load: Any, tmp_path: Path) -> Non
     del newer.rows[key]["time_commit"]
     newer.rows[key]["commit"] = "abc"
     assert newer.add(job(load, "count"), {"status": "ok"})["time_commit"] == "abc"
+
+
+def test_memory_measured_again_stands_until_the_next_timing(load: Any, tmp_path: Path) -> None:
+    rows = load("coverage_rows")
+    path, key = tmp_path / "coverage.json", rows.row_key(job(load))
+    timed = {"status": "ok", "ms_per_step": 2.0, "peak_reserved_mb": 90.0, "params_mb": 5.0, "batch": 8}
+    rows.Rows(path, HEADER).add(job(load, "time"), timed)
+    newer = rows.Rows(path, {**HEADER, "commit": "def"})
+    newer.add(
+        job(load, "memory"), {"status": "ok", "peak_reserved_mb": 80.0, "ms_per_step": 3.0, "child_s": 4.0}
+    )
+    row = newer.rows[key]
+    assert (row["peak_reserved_mb"], row["ms_per_step"], row["params_mb"]) == (80.0, 2.0, 5.0)
+    assert (row["time_commit"], row["memory_commit"], row["memory_s"]) == ("abc", "def", 4.0)
+    assert newer.done(job(load, "memory"))
+    assert not newer.done(job(load, "time"))
+    newest = rows.Rows(path, {**HEADER, "commit": "fed"})
+    newest.add(job(load, "time"), timed)
+    row = newest.rows[key]
+    assert (row["peak_reserved_mb"], row["time_commit"], row.get("memory_commit")) == (90.0, "fed", None)
+    assert not newest.done(job(load, "memory"))
 
 
 def test_jobs_start_with_the_longest_and_keep_backends_together(load: Any) -> None:
@@ -282,6 +303,8 @@ def test_jobs_start_with_the_longest_and_keep_backends_together(load: Any) -> No
     assert len({(j.model, j.mode) for j in jobs[:5]}) == 1
     assert "hf/gemma" not in {j.model for j in timings}
     assert program.jobs_of(program.parse_args(["--models", "own/mlp", "--checks-only"]))[0].kind == "check"
+    again = program.jobs_of(program.parse_args(["--models", "hf/bert", "hf/gemma", "--memory-only"]))
+    assert {(j.kind, j.model) for j in again} == {("memory", "hf/bert")}
 
 
 # Summary and tables
@@ -405,6 +428,15 @@ def test_it_runs_end_to_end_on_a_cpu(load: Any, tmp_path: Path) -> None:
     assert rows["eager"].get("check_status") is None
     again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, env=env)
     assert again.stdout.startswith("0 processes"), again.stdout + again.stderr
+    memory = [*command, "--memory-only", "--backends", "pgraph"]
+    done = subprocess.run(
+        memory, capture_output=True, text=True, timeout=120, env={**env, "PGRAPH_COMMIT": "ace"}
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {r["backend"]: r for r in schema.read(tmp_path / "coverage-cpu.json")["rows"]}
+    assert rows["pgraph"]["memory_status"] == "ok"
+    assert (rows["pgraph"]["memory_commit"], rows["pgraph"]["time_commit"]) == ("ace", "feed")
+    assert "memory_status" not in rows["eager"]
 
 
 def test_a_missing_package_leaves_its_models_out(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_helpers import compile_pgraph
 
 import pgraph
 from pgraph.drivers import choice
@@ -16,7 +17,7 @@ def scaled(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("tensors", [2, 200])
 def test_the_faster_way_stays(tensors: int) -> None:
-    compiled = torch.compile(scaled, backend="pgraph", options={"step_aside": True})
+    compiled = compile_pgraph(scaled, dynamic=None, step_aside=True)
     with torch.no_grad():
         for call in range(4 + 2 * ROUNDS):
             given = [torch.randn(64, device="cuda") for _ in range(tensors)]
@@ -67,9 +68,7 @@ def test_sizes_are_not_captured_where_the_device_sets_the_pace() -> None:
             x = torch.tanh(x @ wide)
         return x
 
-    compiled = torch.compile(
-        run, backend="pgraph", dynamic=True, options={"codegen": "aten", "step_aside": True}
-    )
+    compiled = compile_pgraph(run, dynamic=True, codegen="aten", step_aside=True)
     with torch.no_grad():
         for _ in range(40):
             for n in (2048, 4096):
