@@ -77,7 +77,7 @@ def run(checkout: Path, to: Path, place: tuple[str, Sequence[int]], work: Sequen
 
 
 def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A table: for each row and figure the medians of both checkouts, and their ratio.
+    """A table: for each row and figure the medians of both checkouts, and the ratio this / other.
 
     Args:
         runs: by checkout, the rows of all rounds.
@@ -97,7 +97,7 @@ def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         spread = (f"{min(values[name]):,.2f} to {max(values[name]):,.2f}" for name in NAMES)
         figures = (f"{other:,.2f}", f"{this:,.2f}", f"{this / other:.3f}")
         lines.append([what, FIGURES[key], *figures, *spread, min(map(len, values.values()))])
-    head = ["row", "figure", *NAMES, "this / other", *(f"{name}: least and most" for name in NAMES), "rounds"]
+    head = ["row", "figure", *NAMES, "ratio", *(f"{name}, range" for name in NAMES), "rounds"]
     return tabulate(lines, head, "github", disable_numparse=True)
 
 

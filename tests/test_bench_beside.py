@@ -61,24 +61,25 @@ def test_checkouts_change_places(load: Any) -> None:
 
 
 def test_the_table_has_medians_and_their_spread(load: Any) -> None:
-    def row(config: str, ms: float | None, reserved: float = 100.0) -> dict[str, Any]:
+    def row(config: str, ms: float | None, reserved: float = 10.0) -> dict[str, Any]:
         return {
             "bench": "memory",
             "config": config,
             "scope": "block",
             "ms_per_step": ms,
-            "peak_reserved_mb": reserved,
+            "device_used_mb": reserved,
         }
 
     other = [row("4x256", ms) for ms in (4.0, 9.0, 5.0)]
-    this = [row("4x256", 4.5, 110.0), row("4x256", 5.5, 90.0), row("16x1024", 8.0)]
+    this = [row("4x256", 4.5, 11.0), row("4x256", 5.5, 9.0), row("16x1024", 8.0)]
     assert_expected_inline(
-        load("beside").compared({"other": other, "this": this}),
+        load("beside").compared({"other": other, "this": this}) + "\n",
         """\
-| row                 | figure      | other   | this   | this / other   | other: least and most   | this: least and most   | rounds   |
-|---------------------|-------------|---------|--------|----------------|-------------------------|------------------------|----------|
-| memory 4x256, block | ms          | 5.00    | 5.00   | 1.000          | 4.00 to 9.00            | 4.50 to 5.50           | 2        |
-| memory 4x256, block | reserved MB | 100.00  | 100.00 | 1.000          | 100.00 to 100.00        | 90.00 to 110.00        | 2        |""",
+| row                 | figure    | other   | this   | ratio   | other, range   | this, range   | rounds   |
+|---------------------|-----------|---------|--------|---------|----------------|---------------|----------|
+| memory 4x256, block | ms        | 5.00    | 5.00   | 1.000   | 4.00 to 9.00   | 4.50 to 5.50  | 2        |
+| memory 4x256, block | device MB | 10.00   | 10.00  | 1.000   | 10.00 to 10.00 | 9.00 to 11.00 | 2        |
+""",
     )
 
 
