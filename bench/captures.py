@@ -2,10 +2,13 @@
 
     python bench/captures.py                       # partitions of 100, 300, 1,000 and 3,000 nodes
     python bench/captures.py --nodes 1000 --profile
+    python bench/captures.py --models timm/resnet50 hf/bert --modes train   # and those of real models
 
 The partition is a chain of small ops with 20 inputs: temporaries, views, products, and a result saved after
-each tenth node. `pgraph.capture.build` captures it twice, matches, plans and instantiates. Each moment counts
-for the innermost part only:
+each tenth node. `pgraph.capture.build` captures it twice, matches, plans and instantiates. All its nodes are
+ops that PyTorch dispatches, which takes about half of *record*; of a real model most are kernels that
+Inductor's code launches by itself. Those of `coverage.py` show it. Each moment counts for the innermost part
+only:
 
 - ops: what a driver does to record the ops (the host driver imitates them, at hundreds of times their cost)
 - record: the program's own code, PyTorch's dispatch of it, and watching ops and allocations
@@ -15,9 +18,9 @@ for the innermost part only:
 - garbage: Python's collections meanwhile, mostly of what the imitated ops leave behind
 - rest: what is none of these
 
-*own* is all of them but the ops and the garbage. *uncaptured* is one ordinary run of the same code. Times are
-medians of several captures, each on a core that is fast then. Results go to
-``bench/results/captures-<gpu>.json``.
+*own* is all of them but the ops and the garbage. *uncaptured* is one ordinary run of the chain's code,
+which a capture runs twice. Times are medians of several captures, each on a core that is fast then; a
+model's are without the program that launches run. Results go to ``bench/results/captures-<gpu>.json``.
 """
 
 from __future__ import annotations
@@ -35,9 +38,14 @@ from typing import Any
 import _paths  # noqa: F401  (puts the checkout on sys.path)
 import schema
 import torch
+import zoo
+from backends import CODEGENS, register_pgraph
+from coverage_subject import Job, Subject
+from coverage_time import Stepper, warm_up
 from host_speed import on_fast_cores
 from tabulate import tabulate
 from torch import Tensor
+from worker import Device
 
 NODES = (100, 300, 1000, 3000)
 INPUTS = 20
@@ -203,18 +211,62 @@ def measure(driver: Any, nodes: int, rounds: int) -> dict[str, Any]:
     capture(driver, code, inputs)  # whatever is made once is made now
     plain = on_fast_cores(uncaptured, rounds)
     made = on_fast_cores(captured, rounds)
+    uncaptured_ms = statistics.median(plain) * 1e3
+    return figures(f"chain of {nodes}", made, uncaptured_ms)
+
+
+def figures(
+    partition: str, made: Sequence[tuple[int, dict[str, float]]], uncaptured_ms: float | None
+) -> dict[str, Any]:
+    """A row: milliseconds, medians of captures of one partition.
+
+    Args:
+        made: its nodes, and the seconds of each part.
+    """
     recorded, found = made[0][0], [seconds for _, seconds in made]
     parts = {part: statistics.median(one[part] for one in found) * 1e3 for part in PARTS}
     own = [sum(seconds for part, seconds in one.items() if part not in FOREIGN) * 1e3 for one in found]
     return {
+        "partition": partition,
         "nodes": recorded,
         **parts,
         "own": statistics.median(own),
         "least": min(own),
         "most": max(own),
         "own us per node": statistics.median(own) * 1e3 / recorded,
-        "uncaptured": statistics.median(plain) * 1e3,
+        "uncaptured": uncaptured_ms,
     }
+
+
+def of_model(job: Job, rounds: int) -> list[dict[str, Any]]:
+    """A row for each partition of a model that is captured while it warms up, in that order."""
+    from pgraph.drivers.execs import Shelf
+    from pgraph.errors import PgraphError
+    from pgraph.runtime import admission
+
+    real, found = admission.build, list[dict[str, Any]]()
+
+    def build(driver: Any, *args: Any, **settings: Any) -> Any:
+        def again() -> tuple[int, dict[str, float]]:
+            clock = Clock()
+            with watched(driver, clock):
+                clock.start()
+                made = real(driver, *args, **{**settings, "shelf": Shelf()})  # nothing is known of it
+                return len(made.template.nodes), clock.stop()
+
+        built = real(driver, *args, **settings)
+        if built is not None and not built.computed:
+            with contextlib.suppress(PgraphError):
+                name = f"{job.model} {job.mode} {len(found)}"
+                found.append(figures(name, on_fast_cores(again, rounds), None))
+        return built
+
+    admission.build = build
+    try:
+        warm_up(job, Stepper(job, Subject(job)), Device(job.device))
+    finally:
+        admission.build = real
+    return found
 
 
 def stored(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,7 +274,7 @@ def stored(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "bench": "captures",
-            "config": f"{row['nodes']}-nodes",
+            "config": row["partition"],
             "mode": "infer",
             "scope": "block",
             "backend": "pgraph",
@@ -255,9 +307,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rounds", type=int, default=5, help="captures of which the median is taken")
     add("--profile", action="store_true", help="list the functions of one further capture by their own time")
     add("--out", default=None, help="JSON file or folder for the results")
+    add(
+        "--models", nargs="+", default=[], metavar="PATTERN", help="models whose partitions are measured, too"
+    )
+    add("--modes", nargs="+", choices=schema.CHOICES["mode"], default=["train"], help="of the models")
+    add("--codegen", choices=CODEGENS, default="auto", help="pgraph's code generator for the models")
     args = parser.parse_args(argv)
     driver = device_driver()
     rows = [measure(driver, nodes, args.rounds) for nodes in args.nodes]
+    where = {"device": driver.device.type, "driver": driver.name, "codegen": args.codegen}
+    if args.models:
+        register_pgraph()
+    for entry in zoo.select(args.models) if args.models else ():
+        for mode in args.modes:
+            torch._dynamo.reset()
+            rows += of_model(Job("time", entry.name, mode, "pgraph", **where), args.rounds)
     print(tabulate(rows, headers="keys", floatfmt=".2f", tablefmt="github"))
     header = schema.environment(cpu=not torch.cuda.is_available())
     path = schema.write(schema.result_path("captures", header["gpu"], args.out), stored(rows), header)

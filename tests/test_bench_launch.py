@@ -68,14 +68,22 @@ def test_captures_by_part(tmp_path: pathlib.Path) -> None:
         "--rounds",
         "1",
         "--profile",
+        "--models",
+        "own/mlp",
+        "--codegen",
+        "aten",
     ]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "captures-cpu.json").read_text())["rows"]
-    assert [row["nodes"] for row in rows] == [10, 30]
+    chains, models = rows[:2], rows[2:]
+    assert [(row["config"], row["nodes"]) for row in chains] == [("chain of 10", 10), ("chain of 30", 30)]
+    assert [row["config"] for row in models] == ["own/mlp train 0", "own/mlp train 1"]
+    assert all(row["nodes"] > 5 for row in models), "forward and backward"
+    assert all(row["uncaptured_ms"] > 0 for row in chains)
     parts = ("record", "read", "match", "plan", "instantiate", "memory", "rest")
     for row in rows:
-        assert all(row[f"{part}_ms"] > 0 for part in (*parts, "ops", "uncaptured"))
+        assert all(row[f"{part}_ms"] > 0 for part in (*parts, "ops"))
         own = sum(row[f"{part}_ms"] for part in parts)
         assert abs(own - row["own_ms"]) < 1e-6, "one capture: its parts are all of it"
         assert row["least_ms"] == row["own_ms"] == row["most_ms"]
