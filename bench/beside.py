@@ -6,8 +6,9 @@
 Both checkouts run their own benchmarks: Llama 16x1024 and 4x256 by block and as a whole, and torchtitan's
 debug model where torchtitan is installed. One round measures each of them once. On two GPUs both checkouts
 measure at once, each on a GPU and on half of the cores, and change places after each round; on one GPU they
-take turns. They share the machine's compile caches, so the first round may compile. Rows of each run go to
-``OUT/beside/<this or other>-<round>``; the table of medians over the rounds is printed, with least and most.
+take turns. They share Inductor's cache, torchtitan has one for each; the first round fills them. Rows of
+each run go to ``OUT/beside/<this or other>-<round>``; the table of medians over the rounds is printed, with
+least and most.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def run(checkout: Path, to: Path, place: tuple[str, Sequence[int]], work: Sequen
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "CUDA_VISIBLE_DEVICES": visible[int(gpu)] if int(gpu) < len(visible) and visible[0] else gpu,
     }
+    if checkout != REPO:
+        env.pop("PGRAPH_COMMIT", None)  # it names this checkout's
     mine = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
     for command in work:
         done = subprocess.run([*mine, sys.executable, *command, "--out", str(to)], cwd=checkout, env=env)
@@ -135,7 +138,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in range(1, args.rounds + 1):
         to = {name: out / f"{name}-{number}" for name in NAMES}
         where = dict(zip(NAMES, places(gpus, cores, number), strict=True))
-        # A cache for each: what one has filled, the other would find.
         work = {name: commands(out / f"titan-{name}", args.only) for name in NAMES}
         with ThreadPoolExecutor(2 if where["this"][0] != where["other"][0] else 1) as pool:
             for done in [

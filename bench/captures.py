@@ -6,9 +6,8 @@
 
 The partition is a chain of small ops with 20 inputs: temporaries, views, products, and a result saved after
 each tenth node. `pgraph.capture.build` captures it twice, matches, plans and instantiates. All its nodes are
-ops that PyTorch dispatches, which takes about half of *record*; of a real model most are kernels that
-Inductor's code launches by itself. Those of `coverage.py` show it. Each moment counts for the innermost part
-only:
+ops that PyTorch dispatches; partitions of real models, those of `coverage.py`, hold kernels that Inductor's
+code launches by itself, too. Each moment counts for the innermost part only:
 
 - ops: what a driver does to record the ops (the host driver imitates them, at hundreds of times their cost)
 - record: the program's own code, PyTorch's dispatch of it, and watching ops and allocations

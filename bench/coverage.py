@@ -160,8 +160,9 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 def has(entry: zoo.Entry, kind: str) -> bool:
     """Whether a model is run in that way."""
-    timed = {"time": entry.timed, "memory": entry.timed}
-    return {"check": entry.check_batch != 0, "count": entry.counted, **timed}[kind]
+    if kind == "check":
+        return entry.check_batch != 0
+    return entry.counted if kind == "count" else entry.timed
 
 
 def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Entry:
     reshard: str = "default"
     backends: tuple[str, ...] = TIMED
     repeats: int = 1
-    warmup: int = 20
+    warmup: int = 20  # pgraph tries layouts of memory in the first 15 or so
     steps: int = 20
     issue: int = 5
     expandable: bool = False

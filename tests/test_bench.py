@@ -265,6 +265,18 @@ def test_records_of_gpu_tests_make_a_table(load: Any, tmp_path: Path) -> None:
     )
 
 
+def test_pgraph_has_settled_when_it_tries_nothing(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks warm up for as long as it has not."""
+    settled = load("backends").pgraph_settled
+    import pgraph.backend  # noqa: F401
+    from pgraph.runtime import trimming
+
+    monkeypatch.setattr(trimming, "pending", None)
+    assert settled()
+    monkeypatch.setattr(trimming, "pending", object())
+    assert not settled()
+
+
 def test_pages_need_markers_and_markers_need_names(load: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     arguments = ["--pages", str(page), "--results", str(tmp_path)]

@@ -20,6 +20,7 @@ here = pathlib.Path(__file__).parents[1]
 config, out = sys.argv[sys.argv.index("--configs") + 1], pathlib.Path(sys.argv[-1])
 out.mkdir(parents=True, exist_ok=True)
 row = {"bench": "memory", "config": config, "scope": "block", "ms_per_step": float((here / "ms").read_text())}
+row |= {"told": os.environ.get("PGRAPH_COMMIT")}
 row |= {"gpu": os.environ["CUDA_VISIBLE_DEVICES"], "first": os.environ["PYTHONPATH"].split(os.pathsep)[0]}
 (out / f"{config}.json").write_text(json.dumps({"rows": [row]}))
 """
@@ -38,6 +39,7 @@ def test_both_checkouts_are_run_and_compared(
     program = load("beside")
     other, this = checkout(tmp_path / "a", 4.0), checkout(tmp_path / "b", 2.0)
     monkeypatch.setattr(program, "REPO", this)
+    monkeypatch.setenv("PGRAPH_COMMIT", "feed")
     arguments = ["--other", str(other), "--rounds", "2", "--only", "memory", "--out", str(tmp_path / "out")]
     program.main(arguments)
     last = capfd.readouterr().out.strip().split("\n")[-4:]
@@ -50,6 +52,7 @@ def test_both_checkouts_are_run_and_compared(
                 (tmp_path / "out" / "beside" / f"{name}-{number}" / "4x256.json").read_text()
             )["rows"]
             assert (row["first"], row["gpu"]) == (str(folder), "0")
+            assert row["told"] == ("feed" if name == "this" else None), "it names one of them only"
 
 
 def test_checkouts_change_places(load: Any) -> None:

@@ -2,11 +2,12 @@
 
 Note [Layouts on trial]
 Which holes the next large tensor finds depends on the layout in a way that no rule foretells without a log
-of all that the program allocates. With one piece of 108 MB, the training of a BERT took two segments of 32
-MB more; with one of 12 MB, none. So layouts are tried: first one piece for all that a round needs on top of
-what is in use where it begins, then segments as they come, and while all of these reserve far more than is
-ever in use, a piece half as large as the last one. Each is judged after two rounds, since the second finds
-other holes than the first and may need one segment more. The one that reserved least stays.
+of all that the program allocates. With one piece of 108 MB the training of a BERT reserved 328 MB on an
+H100, with one of 12 MB 288, and 308 with segments as they come. So layouts are tried: first one piece for
+all that a round needs on top of what is in use where it begins, then segments as they come, and while all
+of these reserve far more than is ever in use, a piece half as large as the last one. Each is judged after
+two rounds, since the second finds other holes than the first and may need one segment more. The one that
+reserved least stays.
 """
 
 from __future__ import annotations
