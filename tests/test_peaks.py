@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pgraph
@@ -154,6 +154,11 @@ BLOCKS = st.lists(
 )
 
 
+@example(
+    free=[FreeBlock(1024, 0, True), FreeBlock(SMALL, 0, True), FreeBlock(SMALL + 512, 0, True)],
+    share=1.0,
+    ghosts=0,
+)
 @given(free=BLOCKS, share=st.floats(0, 1), ghosts=st.integers(0, 4).map(lambda n: n * 2 * SMALL))
 def test_peaks_are_raised_out_of_the_cache(free: list[FreeBlock], share: float, ghosts: int) -> None:
     usable = sum(b.nbytes for b in free if b.small or b.nbytes > SMALL)

@@ -129,12 +129,15 @@ def lift(peaks: tuple[int, int], now: tuple[int, int], free: Sequence[FreeBlock]
         if taken:
             blocks.append((taken, block.stream))
             missing -= taken
+    small: list[tuple[int, int]] = []
     for block in sorted((b for b in free if b.small), key=lambda b: -b.nbytes):
         rest = block.nbytes
         while rest > 0 and missing > 0:
             taken = min(rest, SMALL, -(-missing // _GRANULE) * _GRANULE)
-            blocks.append((taken, block.stream))
+            small.append((taken, block.stream))
             rest, missing = rest - taken, missing - taken
+    # The largest first: the best fit for a smaller one may be the block that a larger one needs.
+    blocks += sorted(small, key=lambda b: -b[0])
     return Lift(tuple(blocks), ghosts) if missing <= SMALL else None
 
 
