@@ -14,6 +14,7 @@ import torch
 from support import BEFORE_2_14, MLP, host
 from support_explain import lines
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pgraph
 from pgraph.compiler.graph_breaks import from_text
@@ -199,6 +200,29 @@ def test_what_was_stopped_for_another_program_is_not_this_ones() -> None:
     found = pgraph.explain(host(lambda x: (x * 2).relu() + 1))(x)
     assert found.stopped == ()
     assert found.complete, str(found)
+
+
+def test_what_was_first_called_under_a_mode_is_told_of() -> None:
+    """Dynamo does not compile it there, nor ever again."""
+
+    def layer(x: Tensor) -> Tensor:
+        return (x @ x).relu() + 1
+
+    compiled, x = host(layer), torch.ones(3, 3)
+    with FlopCounterMode(display=False) as counter:
+        compiled(x)
+    assert counter.get_total_flops() == 2 * 27
+    compiled(x)
+    report = str(pgraph.report())
+    assert "first called under a dispatch mode (FlopCounterMode and its like)" in report
+    assert "a first call without the mode" in report
+    torch._dynamo.reset()  # as another process would have it: the fix
+    compiled = host(layer)
+    compiled(x)
+    with FlopCounterMode(display=False) as counter:
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.get_total_flops() >= 2 * 27
+    assert len(pgraph.report().partitions) == 1
 
 
 def test_what_says_nothing_is_told_of_as_well() -> None:

@@ -322,9 +322,10 @@ class Report:
         what = "this"
         if not self.functions:
             what = (
-                "what was compiled with it was not called, or Dynamo skips it: a fused optimizer, or a "
-                "module of torch.nn itself (nn.Sequential) that is compiled in place. Fix: "
-                "torch.compile(module) in the place of module.compile()"
+                "what was compiled with it was not called, or Dynamo skips it: a fused optimizer, a module "
+                "of torch.nn itself (nn.Sequential) that is compiled in place, or what was first called "
+                "under a dispatch mode (FlopCounterMode and its like). Fix: torch.compile(module) in the "
+                "place of module.compile(); a first call without the mode"
             )
         return f'nothing has reached pgraph: {what} (TORCH_LOGS="+dynamo" says more)'
 
