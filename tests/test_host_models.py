@@ -119,6 +119,21 @@ def test_a_compiled_optimizer_step(make: type) -> None:
             once()
 
 
+def test_an_op_that_may_draw_and_does_not_is_captured() -> None:
+    """`rrelu` draws slopes in training, and takes their mean in evaluation."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)).eval()
+    compiled, x = host(model, "aten"), torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(x)
+        with launching(2):
+            for _ in range(2):
+                x = torch.randn(4, 8)
+                same(compiled(x), model(x))
+    (partition,) = pgraph.report().partitions
+    assert partition.facts.device_ops > 2, "the whole model"
+
+
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])
 def test_dropout(codegen: str, inductor_cache: pathlib.Path) -> None:
     """Differs from call to call, repeats under one seed, and the backward sees the forward's mask."""

@@ -38,7 +38,7 @@ __all__ = [
 aten = torch.ops.aten
 
 _CPU = torch.device("cpu")
-_DROPOUT_ARGUMENTS = ("dropout_p", "p", "train")
+_DRAWING_ARGUMENTS = ("dropout_p", "p", "train", "training")  # of which 0 and False draw nothing
 
 TABLE = "pointer-table"
 
@@ -226,7 +226,7 @@ def refuse_random(op: Any, args: Any, kwargs: Any) -> None:
     names = [a.name for a in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     for argument in op._schema.arguments:
-        if argument.name in _DROPOUT_ARGUMENTS:
+        if argument.name in _DRAWING_ARGUMENTS:
             value = given.get(argument.name, argument.default_value)
             if value in (0, 0.0, False):
                 return
