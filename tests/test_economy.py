@@ -14,7 +14,7 @@ from test_trial import Tried
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import Passed
 from pgraph.runtime import registry
-from pgraph.runtime.economy import CREDIT, Economy
+from pgraph.runtime.economy import CREDIT, REST_S, Economy, Purse
 
 
 class Program:
@@ -23,17 +23,30 @@ class Program:
     Args:
         computing: what it costs to compute a recording, which needs no run before; None where that cannot be
             done. It can after four captures.
+        purse: shared with other partitions.
     """
 
-    def __init__(self, own: float, launch: float, cost: float, computing: float | None = None) -> None:
+    def __init__(
+        self,
+        own: float,
+        launch: float,
+        cost: float,
+        computing: float | None = None,
+        purse: Purse | None = None,
+    ) -> None:
         self.own, self.launch, self.cost, self.computing = own, launch, cost, computing
-        self.economy = Economy()
+        self.economy = Economy(lambda: self.launches, purse or Purse())
         self.now = self.spent = 0.0
-        self.calls = self.launches = 0
+        self.calls = self.launches = self.looks = 0
         self.runs: dict[int, int] = {}
         self.captured: set[int] = set()
 
     def call(self, size: int) -> None:
+        if size not in self.captured and self.now < self.economy.rests_until:
+            self.now += self.own
+            self.calls += 1
+            return
+        self.looks += size not in self.captured
         new = size not in self.runs
         if new:
             self.runs[size] = 0
@@ -41,8 +54,7 @@ class Program:
         computes = self.computing is not None and len(self.captured) >= 4
         due = size not in self.captured and (computes or not new)
         if due and (
-            len(self.runs) == 1
-            or self.economy.pays(self.runs[size], self.launches, self.calls, self.now, computes)
+            len(self.runs) == 1 or self.economy.pays(self.runs[size], self.calls, self.now, computes)
         ):
             cost = self.computing if computes and self.computing is not None else self.cost
             self.captured.add(size)
@@ -126,7 +138,7 @@ def test_random_lengths_from_the_first_step_on() -> None:
 def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
     program = Program(own=1e-3, launch=2e-4, cost=0.03)
     size = 0
-    for _ in range(4000):
+    for _ in range(8000):
         program.call(size)
         size += size in program.captured
         assert program.now <= program.calls * program.own + program.cost + CREDIT * program.now + 1e-9
@@ -162,18 +174,71 @@ def test_what_saves_nothing_is_not_captured_again() -> None:
 
 def test_where_the_device_sets_the_pace_launches_save_nothing() -> None:
     """Until most of the last runs were no longer behind."""
-    economy = Economy()
+    economy = Economy(lambda: 100, Purse())
     economy.met(0, 0.0)
     economy.captured(1e-3)
     economy.launched(1e-4)
     for count in range(9):
         economy.ran(1e-2, behind=True)
         assert economy.saves() == 0
-        assert not economy.pays(100, 100, count + 2, 1e-3)
+        assert not economy.pays(100, count + 2, 1e-3)
+        assert economy.rests_until == 1e-3 + REST_S
     for count in range(5):
         economy.ran(1e-2)
         assert (economy.saves() > 0) == (count == 4)
-    assert economy.pays(100, 100, 20, 1e-3)
+    assert economy.pays(100, 20, 1e-3)
+
+
+@given(
+    count=st.integers(1, 12),
+    own=TIMES,
+    share=st.floats(0.0, 1.0),
+    cost=st.floats(1e-4, 0.1),
+    sizes=st.lists(st.integers(0, 30), max_size=200) | st.integers(1, 200).map(lambda n: list(range(n))),
+)
+def test_the_credit_is_for_all_partitions_together(
+    count: int, own: float, share: float, cost: float, sizes: list[int]
+) -> None:
+    """A program of many partitions loses no larger share of its time, beyond a capture of each."""
+    purse, now = Purse(), 0.0
+    partitions = [Program(own, share * own, cost, purse=purse) for _ in range(count)]
+    for number, size in enumerate(sizes, 1):
+        for partition in partitions:
+            partition.now = now
+            partition.call(size)
+            now = partition.now
+        alone = number * count * own
+        assert now <= alone + count * cost + CREDIT * now + 1e-9
+
+
+def test_who_waits_earns_no_credit() -> None:
+    """A night between two requests, or a minute before each: no request is late by what they would earn."""
+    night = Program(own=1e-3, launch=5e-4, cost=0.05)
+    night.calls_of([1, 1, *range(2, 60)] * 20)
+    captured = len(night.captured)
+    night.now += 8 * 3600
+    night.calls_of(range(2, 60))
+    assert len(night.captured) <= captured + 1
+    minutes = Program(own=1e-3, launch=5e-4, cost=0.05)
+    for request in range(300):
+        minutes.now += 60
+        minutes.call(request % 20)
+    assert minutes.spent <= minutes.cost + 300 * CREDIT + minutes.cost
+
+
+def test_where_no_capture_pays_hardly_a_call_looks_further() -> None:
+    program = Program(own=1e-3, launch=9e-4, cost=1.0)
+    program.calls_of(i % 64 for i in range(10_000))
+    assert len(program.captured) == 1
+    assert program.looks <= 200 + 10_000 * program.own / REST_S
+
+
+def test_a_size_that_pays_is_captured_after_a_rest() -> None:
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    program.calls_of([1, 1, 2, 2])
+    assert program.now < program.economy.rests_until
+    program.calls_of([1, 2] * 400)
+    assert program.captured == {1, 2}
 
 
 @pytest.mark.parametrize("behind", [True, False])

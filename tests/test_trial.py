@@ -101,6 +101,17 @@ def test_what_gains_nothing_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> Non
     tried.call()
 
 
+def test_other_sizes_of_what_gains_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Tried(monkeypatch, launch_us=7, own_us=10e6, dynamic=True)
+    assert tried.served(2 * ROUNDS + 3) == "L" + "oL" * ROUNDS + "LL"
+    while tried.stats.captures < 2:
+        tried.call(5)
+    launches = tried.stats.launches
+    for _ in range(ROUNDS):
+        tried.call(5)
+    assert tried.stats.launches == launches + ROUNDS
+
+
 def test_other_sizes_of_what_was_set_aside_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Tried(monkeypatch, launch_us=9, own_us=7, dynamic=True)
     tried.served(1 + 2 * ROUNDS)

@@ -1,4 +1,4 @@
-"""The specializations of one partition: found, made, evicted, and the captured ones launched."""
+"""The specializations of one partition: found, made, judged and evicted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from pgraph.drivers.execs import Shelf
 from pgraph.drivers.interface import Driver, Passed
 from pgraph.launch.guards import Guards, Trait, alignments, guards_of
-from pgraph.launch.interpreter import launch_first
-from pgraph.launch.lookup import Lookup, numbered
-from pgraph.launch.native import Addresses, native_addresses, native_launch, native_program
+from pgraph.launch.lookup import Lookup
+from pgraph.launch.native import Addresses, native_addresses, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
 from pgraph.runtime.budget import Budget, Holder, Memory, limit_of
-from pgraph.runtime.economy import Economy
+from pgraph.runtime.captured import Captured
+from pgraph.runtime.economy import Economy, Purse
 from pgraph.runtime.holdings import NODE_BYTES, Group, Holdings
 from pgraph.runtime.keeping import WAITING, Keeper, Use
 from pgraph.runtime.sizes import Sizes
@@ -27,10 +27,11 @@ from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
 from pgraph.runtime.trial import MOST_NODES, Trial
 
-__all__ = ["Captured", "SpecializationCache"]
+__all__ = ["SpecializationCache"]
 
 _Unit = Group | Specialization
 _budgets: dict[torch.device, tuple[Budget[_Unit], ...]] = {}
+_purse = Purse()  # of the process
 
 
 def _budgets_of(device: torch.device) -> tuple[Budget[_Unit], ...]:
@@ -41,47 +42,9 @@ def _budgets_of(device: torch.device) -> tuple[Budget[_Unit], ...]:
     return _budgets[device]
 
 
-class Captured:
-    """The captured specializations, ready to be launched. Immutable: whoever launches holds on to it.
-
-    Args:
-        specializations: each with its program.
-
-    Attributes:
-        lookup: which of them is for which sizes.
-        shared: whether one of them makes results that share memory (Note [Results in one piece]).
-        native: launches in C, where that is possible; else None.
-        in_python: launches by the interpreter in Python.
-        launch: the usual way: in C, where that is possible. See `launch_first`.
-    """
-
-    __slots__ = ("in_python", "launch", "lookup", "native", "programs", "shared", "specializations")
-
-    def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
-        self.specializations = tuple(specializations)
-        self.programs = tuple(s.program for s in self.specializations if s.program is not None)
-        self.shared = any(program.shared for program in self.programs)
-        self.lookup = numbered(s.guards for s in self.specializations)
-        self.in_python = functools.partial(launch_first, self.programs, self.lookup)
-        self.native = native_launch([s.native for s in self.specializations], self.lookup)
-        self.launch = self.native or self.in_python
-
-    def growth(self) -> int:
-        """Bytes that a launch of one of them needs at most, beyond its inputs."""
-        plans = [program.built.template.plan for program in self.programs]
-        return max((plan.peak - plan.inputs for plan in plans), default=0)
-
-    def find(self, args: list[Any]) -> Specialization | None:
-        """The first one whose guards hold for these arguments."""
-        for _, number in self.lookup.candidates(args):
-            if self.specializations[number].addresses(args) is not None:
-                return self.specializations[number]
-        return None
-
-
 class SpecializationCache:
-    """Called with its lock held, but for `captured` and `latest`, which are read without it, and for `ran`,
-    `timed` and `captured_as`, which take it.
+    """Called with its lock held, but for `captured`, `latest` and `rests`, which are read without it, and for
+    `ran`, `timed` and `captured_as`, which take it.
 
     Args:
         driver: whose tensors count.
@@ -95,7 +58,8 @@ class SpecializationCache:
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
         economy: whether further ones pay.
-        set_aside: one of them took longer to launch than to run, so that no other one is captured.
+        set_aside: one of them took longer to launch than to run, so that no other one is captured. (Where
+            one took less, no other one is tried.)
         shelf: execs that further captures may share.
     """
 
@@ -117,16 +81,19 @@ class SpecializationCache:
         self._budgets = _budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
         self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
-        self.economy = Economy()
+        self.economy = self._new_economy()
         self._holdings = Holdings()
         self.shelf = Shelf()
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
         self._told = 0  # launches of the partition when one was last told
         self.captured = Captured()
-        self.set_aside = False
+        self.set_aside = self._gains = self._tries = False
         for budget in self._budgets:
             budget.join(self)
+
+    def _new_economy(self) -> Economy:
+        return Economy(lambda: self._stats.launches, _purse)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last comes last."""
@@ -171,7 +138,9 @@ class SpecializationCache:
         assert specialization.trial is not None
         if not specialization.trial.over:
             return
-        if not specialization.trial.gains:
+        if specialization.trial.gains:
+            self._gains = True
+        else:
             self._let_go(specialization)
             self.set_aside = True
         specialization.judged()
@@ -236,7 +205,11 @@ class SpecializationCache:
         if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
             return True
         runs, stats = specialization.standing.runs, self._stats
-        return self.economy.pays(runs, stats.launches, stats.calls, trial.clock(), computed)
+        return self.economy.pays(runs, stats.calls, trial.clock(), computed)
+
+    def rests(self) -> bool:
+        """Whether no capture pays just now, whatever comes. Called without the lock."""
+        return trial.clock() < self.economy.rests_until and not self._tries
 
     @property
     def _steps_aside(self) -> bool:
@@ -316,7 +289,7 @@ class SpecializationCache:
         """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
         built = program.built
         nodes = len(built.template.nodes)
-        tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside else None
+        tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside and not self._gains else None
         specialization.captured(program, native_program(program), tried)
         self._stats.captured(built)
         self._stats.waits = None
@@ -370,14 +343,14 @@ class SpecializationCache:
         for specialization in self._by_use():
             self._let_go(specialization)
             specialization.program = specialization.native = specialization.trial = None
-        self.set_aside = False
+        self.set_aside = self._gains = False
         self._known.clear()
         self._met = Lookup()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
         for budget in self._budgets:
             budget.cleared()
-        self._holdings, self.economy = Holdings(), Economy()
+        self._holdings, self.economy = Holdings(), self._new_economy()
         self._stats.waits = None
         self.latest = None
         self._renew()
@@ -397,4 +370,5 @@ class SpecializationCache:
         self._stats.recipe_bytes = self._holdings.takes("recipes")
 
     def _renew(self) -> None:
+        self._tries = any(s.trial is not None for s in self._captured())
         self.captured = Captured([s for s in self._captured() if s.trial is None])

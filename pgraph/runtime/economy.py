@@ -7,8 +7,17 @@ size is captured if both of these hold:
 * what it is expected to save is more than its capture costs: ``saved per launch * launches >= cost``.
   Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
   whichever is more;
-* all captures of the partition together have cost no more than its launches have saved, one capture, and
-  `CREDIT` of the time that has passed. So that is the most that a program can lose, whatever its sizes do.
+* all captures of the partition together have cost no more than its launches have saved; or what the captures
+  of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time that the
+  program has run. So the most that a program can lose, whatever its sizes do, is `CREDIT` of its time and a
+  capture of each partition.
+
+A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
+never more than a second. Else a server would spend on its first requests what it saved up over night.
+
+To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
+a while (`REST_S`): calls that no capture serves run uncaptured without a further look, and the next one that
+is looked at stands for them all.
 
 A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
 run. If that alone pays for it, nothing can be lost.
@@ -22,33 +31,76 @@ Sizes stand for all that a specialization is about: layouts and alignments, too.
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from pgraph.reasons import Reason
 
-__all__ = ["CREDIT", "Economy", "not_worth"]
+__all__ = ["CREDIT", "REST_S", "Economy", "Purse", "not_worth"]
 
-CREDIT: Final = 0.02
-"""Share of the time since the partition's first call that captures may cost beyond what they save."""
+CREDIT: Final = 0.01
+"""Share of the program's time that captures may cost beyond what they save."""
+
+REST_S: Final = 0.1
+"""Seconds for which a no holds at most: the times that it was told from may change."""
 
 _WINDOW: Final = 64.0  # calls over which the share of new sizes is averaged
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
+_IDLE: Final = 10.0  # times the usual time between two calls; what is longer was spent waiting
+_IDLE_S: Final = 1.0  # and what is longer than this
+_STALE_S: Final = 0.05  # how old a sum of debts may be
+
+
+class Purse:
+    """What the captures of several partitions may cost together. Used by any thread."""
+
+    def __init__(self) -> None:
+        self._economies: weakref.WeakSet[Economy] = weakref.WeakSet()
+        self._debts, self._told = 0.0, float("-inf")
+
+    def join(self, economy: Economy) -> None:
+        """From now on it counts."""
+        self._economies.add(economy)
+
+    def spent(self) -> None:
+        """A partition has spent something: what was told of debts is no longer true."""
+        self._told = float("-inf")
+
+    def debts(self, now: float) -> float:
+        """Seconds that captures have cost beyond what they have saved, of all that have joined."""
+        if not 0.0 <= now - self._told < _STALE_S:
+            self._debts = sum(economy.debt for economy in list(self._economies))
+            self._told = now
+        return self._debts
 
 
 class Economy:
-    """Of one partition. Called with its lock held. All times are seconds of the host."""
+    """Of one partition. Called with its lock held, but for `debt`. All times are seconds of the host.
 
-    def __init__(self) -> None:
+    Args:
+        launches: tells how many launches of the partition there were.
+        purse: which it shares with other partitions.
+
+    Attributes:
+        rests_until: until then no capture pays, whatever comes.
+    """
+
+    def __init__(self, launches: Callable[[], int], purse: Purse) -> None:
+        self._launches_so_far = launches
+        self._purse = purse
         self._own: deque[float] = deque(maxlen=_SAMPLES)
         self._behind: deque[bool] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
         self._computed: deque[float] = deque(maxlen=_SAMPLES)
-        self._spent = 0.0
-        self._began: float | None = None
+        self._gaps: deque[float] = deque(maxlen=_SAMPLES)
+        self._saves = self._spent = self._ran = 0.0
+        self._latest: float | None = None
         self._new = self._weight = 0.0
-        self._calls = 0
+        self._sizes = self._calls = self._looks = self._skipped = 0
+        self.rests_until = float("-inf")
 
     def met(self, calls: int, now: float) -> None:
         """A size came for the first time.
@@ -57,10 +109,12 @@ class Economy:
             calls: of the partition before this one.
             now: by the clock that all other times are taken from.
         """
-        if self._began is None:
-            self._began = now
-        self._fade(calls + 1)
-        self._new += 1.0
+        self._passed(calls + 1, now)
+        before, self._skipped = self._skipped, self._resting(calls)
+        self._new += 1.0 + max(self._skipped - before, 0)
+        self._sizes += 1
+        if self._sizes == 2:
+            self._purse.join(self)
 
     def ran(self, seconds: float, behind: bool = False) -> None:
         """The partition's own code was run.
@@ -68,56 +122,101 @@ class Economy:
         Args:
             behind: when the host was through with it, the device had not begun.
         """
+        self._looks += 1
         self._own.append(seconds)
         self._behind.append(behind)
+        self._weigh()
 
     def launched(self, seconds: float) -> None:
         """A capture was launched. Not all launches need be told."""
         self._launches.append(seconds)
+        self._weigh()
 
     def captured(self, seconds: float, computed: bool = False) -> None:
         """A capture was made, or computed."""
         (self._computed if computed else self._costs).append(seconds)
-        self._spent += seconds
+        self.wasted(seconds)
 
     def wasted(self, seconds: float) -> None:
         """Time was spent on a size, and no capture came of it."""
         self._spent += seconds
+        self._purse.spent()
 
     def saves(self) -> float:
         """Seconds that a launch saves."""
-        if not self._own or 2 * sum(self._behind) > len(self._behind):
-            return 0.0
-        return max(min(self._own) - min(self._launches, default=0.0), 0.0)
+        return self._saves
 
-    def pays(self, runs: int, launches: int, calls: int, now: float, computed: bool = False) -> bool:
+    def _weigh(self) -> None:
+        if not self._own or 2 * sum(self._behind) > len(self._behind):
+            self._saves = 0.0
+        else:
+            self._saves = max(min(self._own) - min(self._launches, default=0.0), 0.0)
+
+    @property
+    def debt(self) -> float:
+        """Seconds that captures have cost beyond what launches have saved. Any thread may ask."""
+        return max(self._spent - self._saves * self._launches_so_far(), 0.0)
+
+    def pays(self, runs: int, calls: int, now: float, computed: bool = False) -> bool:
         """Whether to capture a size, or to compute its recording.
 
         Args:
             runs: uncaptured runs of this size.
-            launches: of the partition so far.
             calls: of the partition so far.
             now: as for `met`.
         """
+        self._passed(calls, now)
         costs = self._computed if computed else self._costs
         if not costs:
             return True  # what it costs is not known before it was done once
-        cost, saves = statistics.median(costs), self.saves()
+        cost, saves = statistics.median(costs), self._saves
         if computed and saves >= cost:
             return True
-        self._fade(calls)
         share = self._new / self._weight if self._weight else 1.0
         between = (1.0 - share) / share if share else float("inf")
-        elapsed = now - self._began if self._began is not None else 0.0
-        affordable = self._spent <= saves * launches + CREDIT * elapsed
-        return affordable and saves * max(runs, between) >= cost
+        self._skipped = self._resting(calls)
+        came = runs * (1.0 + self._skipped / max(self._looks, 1))
+        wait = self._wait(now)
+        if wait <= 0.0 and saves * max(came, between) >= cost:
+            return True
+        if (wait > 0.0 or not saves) and not self._computing_pays():
+            self.rests_until = now + self._rest(wait)
+        return False
 
-    def _fade(self, calls: int) -> None:
-        """Calls have passed: what came before them counts less."""
-        keep = (1.0 - 1.0 / _WINDOW) ** max(calls - self._calls, 0)
+    def _rest(self, wait: float) -> float:
+        """Seconds for which a no holds: till there is credit, or launches may have paid the debts."""
+        rest = min(wait or REST_S, REST_S)
+        if self._saves and self._gaps:
+            rest = min(rest, self.debt / self._saves * statistics.median(self._gaps))
+        return rest
+
+    def _wait(self, now: float) -> float:
+        """Seconds of the program until a further capture can be afforded; 0.0 if it can be now."""
+        if self.debt <= 0.0:
+            return 0.0
+        return max(self._purse.debts(now) / CREDIT - self._ran, 0.0)
+
+    def _resting(self, calls: int) -> int:
+        """Calls that were neither launched nor looked at."""
+        return max(calls - self._launches_so_far() - self._looks, 0)
+
+    def _computing_pays(self) -> bool:
+        return bool(self._computed) and self._saves >= statistics.median(self._computed)
+
+    def _passed(self, calls: int, now: float) -> None:
+        """Calls have passed, and time: what came before them counts less."""
+        more = calls - self._calls
+        if more <= 0:
+            return
+        if self._latest is not None:
+            gap = max(now - self._latest, 0.0) / more
+            usual = statistics.median(self._gaps) if self._gaps else _IDLE_S
+            self._ran += more * min(gap, _IDLE * usual, _IDLE_S)
+            self._gaps.append(gap)
+        self._latest, self._calls = now, calls
+        keep = (1.0 - 1.0 / _WINDOW) ** more
         self._weight = self._weight * keep + _WINDOW * (1.0 - keep)
         self._new *= keep
-        self._calls = max(calls, self._calls)
 
 
 def not_worth() -> Reason:

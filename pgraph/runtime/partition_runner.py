@@ -31,7 +31,8 @@ from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.runtime import observe, registry, statistics, trial, trimming
 from pgraph.runtime.admission import Admission, Code
-from pgraph.runtime.cache import Captured, SpecializationCache
+from pgraph.runtime.cache import SpecializationCache
+from pgraph.runtime.captured import Captured
 from pgraph.runtime.failures import LaunchFailure, launch_failed
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed
@@ -101,8 +102,7 @@ class PartitionRunner:
         return self._plain
 
     def __call__(self, args: list[Any]) -> Any:
-        instead = self._instead
-        if instead is not None:
+        if (instead := self._instead) is not None:
             return instead(args)
         if trimming.pending is not None:
             trimming.called(self.name, self._cache.captured.growth())
@@ -123,7 +123,7 @@ class PartitionRunner:
         except _LAUNCH_ERRORS as e:
             failed = self._failed(captured, e)
         if launched is None and failed is None:
-            specialization = self.admission.choose(args)
+            specialization = None if self._cache.rests() else self.admission.choose(args)
             self.admission.resolve()
             instead = self._instead
             if instead is not None:
