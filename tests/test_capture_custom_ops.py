@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,3 +143,62 @@ def test_one_that_writes_into_its_argument_is_captured_as_aten_code() -> None:
         same(mine, theirs)
     report = pgraph.report()
     assert (report.captures, report.launches, report.refused) == (1, 3, 0), str(report)
+
+
+@torch.library.custom_op("pgraph_tests::scaled_into", mutates_args=("x",))
+def _scaled_into(x: Tensor, y: Tensor) -> None:
+    x.mul_(y)
+
+
+_WRITERS = {
+    "whole": lambda x, y: _scaled_into(x, y),
+    "a row": lambda x, y: _scaled_into(x[1], y[0]),
+    "transposed": lambda x, y: _scaled_into(x.t(), y),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", [lambda z: z, lambda z: z.t(), lambda z: z.permute(1, 0) * 1])
+@pytest.mark.parametrize("writer", list(_WRITERS))
+def test_a_result_that_was_written_into_is_no_view(
+    writer: str, layout: Callable[[Tensor], Tensor], dynamic: bool
+) -> None:
+    """Whether it comes from a run or from a launch: a view cannot be detached in place."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = layout(x * 2)
+        _WRITERS[writer](z, y)
+        return z + 0 if layout(x)._is_view() else z, (z + 1).sin()
+
+    compiled = host(fn, dynamic=dynamic)
+    for _ in range(4):
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        z, sine = compiled(x, y)
+        same(z, fn(x, y)[0])
+        same(sine, fn(x, y)[1])
+        assert not z._is_view()
+        z.detach_()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_where_an_argument_begins_that_is_written_into_is_no_other_specialization(
+    transposed: bool, first: int
+) -> None:
+    """Its elements are cloned, wherever in a storage they are. (Multiples of 16 bytes: alignments count.)"""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        _scaled_into(x, y)
+        return x.sin() * 2
+
+    compiled = host(fn, dynamic=False)
+    for call in range(6):
+        offset, y = (first if call == 0 else 4 * call), torch.randn(4, 4)
+        (mine, theirs) = (torch.arange(60.0) for _ in range(2))
+        x, z = (whole[offset : offset + 16].view(4, 4) for whole in (mine, theirs))
+        x, z = (x.t(), z.t()) if transposed else (x, z)
+        same(compiled(x, y), fn(z, y))
+        same(mine, theirs)
+    report = pgraph.report()
+    assert report.captures >= 1, str(report)
+    assert report.launches >= 3, str(report)
