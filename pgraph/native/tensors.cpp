@@ -8,9 +8,6 @@
 #include <Python.h>
 
 #include <ATen/EmptyTensor.h>
-#ifdef PGRAPH_CUDA
-#include <ATen/cuda/EmptyTensor.h>
-#endif
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/Dtype.h>
 
@@ -20,6 +17,13 @@
 /* From torch/csrc/autograd/python_variable.h, which would take ten times as long to compile. */
 TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& var);
 
+#ifdef PGRAPH_CUDA
+/* From ATen/cuda/CUDAContextLight.h, which needs CUDA's own headers. */
+namespace at::cuda {
+TORCH_CUDA_CPP_API c10::Allocator* getCUDADeviceAllocator();
+}
+#endif
+
 namespace {
 
 at::TensorBase empty(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype, int64_t device)
@@ -27,8 +31,9 @@ at::TensorBase empty(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarTyp
     if (device < 0)
         return at::detail::empty_strided_cpu(size, stride, dtype);
 #ifdef PGRAPH_CUDA
-    return at::detail::empty_strided_cuda(
-        size, stride, dtype, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    /* As `empty_strided_cuda`, without its guard: to leave that asks the driver whether there is a context. */
+    return at::detail::empty_strided_generic(
+        size, stride, at::cuda::getCUDADeviceAllocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
 #else
     throw std::exception();
 #endif
@@ -45,7 +50,7 @@ extern "C" int64_t pg_scalar_type(PyObject* dtype)
 /* A new tensor, and where it lies.
  *
  * layout: `ndim` sizes, then as many strides, in elements.
- * device: a CUDA device's index; -1 for the CPU. */
+ * device: -1 for the CPU; else a CUDA device's index, which is current. */
 extern "C" PyObject* pg_empty(int64_t ndim, const int64_t* layout, int64_t dtype, int64_t device, uint64_t* address)
 {
     try {
