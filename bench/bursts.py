@@ -6,6 +6,7 @@ Not a program: `coverage_time.py` and `worker.py` import it.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ class Burst:
 
     Args:
         times: ms of each, issued back to back; without the first, which the drained device had to wait for.
-        issue: host ms of one more, the device drained before.
+        issue: host ms of one more, the device drained before; where sizes vary, the mean of a round of them.
         strain: see `strain.Strain`, of the first ones.
         slowdown: of the host at the end, see `host_speed.Cores`.
     """
@@ -36,8 +37,17 @@ class Burst:
     slowdown: float
 
 
-def bursts(step: Callable[[], Any], device: Device, steps: int, count: int, cores: Cores) -> list[Burst]:
-    """Bursts of so many steps, until there are `count` in which the host was fast."""
+def bursts(
+    step: Callable[[], Any], device: Device, steps: int, count: int, cores: Cores, round_of: int = 1
+) -> list[Burst]:
+    """Bursts of so many steps, until there are `count` in which the host was fast.
+
+    Args:
+        round_of: steps after which the sizes of inputs come again. `steps` must be a multiple of it: bursts
+            of other sizes cannot be compared.
+    """
+    if steps % round_of:
+        raise ValueError(f"a burst of {steps} steps holds no whole number of rounds of {round_of}")
     taken, fast = list[Burst](), 0
     while fast < count and len(taken) < MOST * count:
         if not taken or taken[-1].slowdown > SLOW:
@@ -45,7 +55,7 @@ def bursts(step: Callable[[], Any], device: Device, steps: int, count: int, core
             settle(step, device)
         with Strain() as strain:
             times = device.timed(step, steps + 1)[1:]
-        (issue,) = device.issue(step, 1)
+        issue = statistics.mean(device.issue(step, round_of))
         taken.append(Burst(times, issue, strain.totals, cores.slowdown()))
         fast += taken[-1].slowdown <= SLOW
     return taken

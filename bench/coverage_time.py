@@ -124,13 +124,15 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     took = max(1e-6, (time.perf_counter() - began) / SETTLE_STEPS)
     allocations, rewritten = device_allocations(device), rewritten_nodes(job)
     before = step.count
-    taken = take_turns(step, device, max(2, min(STEPS, int(job.seconds / took)) // (TURNS * BURSTS)), alone)
+    sets = subject.entry.input_sets if subject.entry.dynamic else 1
+    taken = take_turns(step, device, min(STEPS, int(job.seconds / took)), alone, round_of=sets)
     done = step.count - before
     allocated, again = device_allocations(device), rewritten_nodes(job)
     memory = device.memory()
     memory.pop("device_used_mb")  # the whole device's, while others are on it
-    fast = fastest(taken, TURNS * BURSTS)
-    times = [ms for burst in fast for ms in burst.times]
+    fast = fastest(taken, TURNS * (BURSTS if sets == 1 else 1))
+    # Where sizes vary a burst is a round of all of them, and its mean one figure.
+    times = [ms for burst in fast for ms in (burst.times if sets == 1 else [statistics.mean(burst.times)])]
     strained = sum(len(burst.times) + 1 for burst in fast)
     strain = {name: sum(burst.strain[name] for burst in fast) / strained for name in fast[0].strain}
     steady = statistics.median(times) / 1e3
@@ -150,7 +152,7 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
         "cpu_issue_ms": statistics.median(burst.issue for burst in fast),
         **memory,
         "device_allocations": None if allocated is None else (allocated - (allocations or 0)) / done,
-        "timed_steps": len(times),
+        "timed_steps": sum(len(burst.times) for burst in fast),
         **strain,
         "host_slowdown": max(burst.slowdown for burst in fast),
         "bursts": len(taken),
@@ -175,13 +177,22 @@ def measure_memory(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     return {"status": "ok", **device.memory()}  # the whole device's is replaced: see `Pool`
 
 
-def take_turns(step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None]) -> list[Burst]:
-    """Bursts of so many steps, in turns with whoever else is measured."""
+def take_turns(
+    step: Callable[[], Any], device: Device, steps: int, alone: Callable[[], None], round_of: int = 1
+) -> list[Burst]:
+    """Bursts, so many steps in all, in turns with whoever else is measured.
+
+    Args:
+        round_of: steps after which the sizes of inputs come again: where sizes vary, each turn is one burst,
+            and each burst one round, however few steps were asked for.
+    """
+    count = BURSTS if round_of == 1 else 1
+    each = max(2, steps // (TURNS * BURSTS)) if round_of == 1 else round_of
     cores, taken = Cores(), list[Burst]()
     for turn in range(TURNS):
         if turn:
             alone()
-        taken += bursts(step, device, steps, BURSTS, cores)
+        taken += bursts(step, device, each, count, cores, round_of)
     cores.release()
     return taken
 

@@ -97,7 +97,7 @@ def test_bursts_on_a_slow_host_are_taken_again(
     stood, chosen = list[int](), list[int]()
     slowdowns = iter([1.0, 1.9, 1.1, 1.5, 1.1, 1.0, 1.0, 1.0])
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(slowdowns, chosen))
-    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 2, lambda: stood.append(1))
+    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 12, lambda: stood.append(1))
     assert [burst.slowdown for burst in taken] == [1.0, 1.9, 1.1, 1.5, 1.1, 1.0, 1.0, 1.0]
     assert len(stood) == 1, "all others stand still at first"
     assert len(chosen) == 4, "at the start of a turn, and after a slow burst"
@@ -109,8 +109,29 @@ def test_a_host_that_stays_slow_is_measured_all_the_same(
 ) -> None:
     timing = load("coverage_time")
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
-    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 2, lambda: None)
+    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 24, lambda: None)
     assert len(taken) == timing.TURNS * timing.BURSTS * load("bursts").MOST
+
+
+def test_where_sizes_vary_each_burst_holds_all_of_them(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = load("coverage_time")
+    monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.cycle([1.0, 1.9]), []))
+    device, now = timing.Device("cpu"), [0]
+    monkeypatch.setattr(device, "timed", lambda step, steps: [step() for _ in range(steps)])
+    monkeypatch.setattr(device, "issue", lambda step, steps: [step() for _ in range(steps)])
+
+    def step() -> float:
+        now[0] += 1
+        return float(now[0] % 5)
+
+    taken = timing.take_turns(step, device, 40, lambda: None, round_of=5)
+    assert len(taken) == 2 * timing.TURNS - 1, "a burst a turn, and each on a slow host once more"
+    assert [sorted(burst.times) for burst in taken] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * len(taken)
+    assert [burst.issue for burst in taken] == [2.0] * len(taken)
+    with pytest.raises(ValueError, match="a burst of 7 steps"):
+        load("bursts").bursts(step, device, 7, 1, fake_cores(itertools.repeat(1.0), []), round_of=5)
 
 
 def test_the_fastest_bursts_count_in_their_order(load: Callable[[str], Any]) -> None:

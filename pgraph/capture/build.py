@@ -22,6 +22,7 @@ from pgraph.capture.recorder import uncollected
 from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError, RecountError
+from pgraph.template.early import begun_early
 from pgraph.template.match import match
 from pgraph.template.packing import Lifetime, survives
 from pgraph.template.plan import GRANULE, Plan, make_plan
@@ -343,7 +344,7 @@ def _plan(
         for r in regions
         if r.kind in ("input", "output") or (r.kind == "temp" and r.index in named)
     ]
-    plan = make_plan(n, lifetimes, slack_bytes=slack_bytes)
+    plan = begun_early(make_plan(n, lifetimes, slack_bytes=slack_bytes), lifetimes)
     chunks = (
         dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
     )
