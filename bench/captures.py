@@ -237,7 +237,14 @@ def figures(
     }
 
 
-def of_model(job: Job, rounds: int) -> list[dict[str, Any]]:
+def profiled(capture: Callable[[], object], shown: int = 40) -> None:
+    """Print the functions of one further capture by their own time."""
+    with cProfile.Profile() as profile:
+        capture()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(shown)
+
+
+def of_model(job: Job, rounds: int, profile: bool = False) -> list[dict[str, Any]]:
     """A row for each partition of a model that is captured while it warms up, in that order."""
     from pgraph.drivers.execs import Shelf
     from pgraph.errors import PgraphError
@@ -258,6 +265,8 @@ def of_model(job: Job, rounds: int) -> list[dict[str, Any]]:
             with contextlib.suppress(PgraphError):
                 name = f"{job.model} {job.mode} {len(found)}"
                 found.append(figures(name, on_fast_cores(again, rounds), None))
+                if profile:
+                    profiled(again)
         return built
 
     admission.build = build
@@ -304,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--nodes", nargs="+", type=int, default=list(NODES))
     add("--rounds", type=int, default=5, help="captures of which the median is taken")
-    add("--profile", action="store_true", help="list the functions of one further capture by their own time")
+    add("--profile", action="store_true", help="list the functions of a further capture by their own time")
     add("--out", default=None, help="JSON file or folder for the results")
     add(
         "--models", nargs="+", default=[], metavar="PATTERN", help="models whose partitions are measured, too"
@@ -320,16 +329,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for entry in zoo.select(args.models) if args.models else ():
         for mode in args.modes:
             torch._dynamo.reset()
-            rows += of_model(Job("time", entry.name, mode, "pgraph", **where), args.rounds)
+            rows += of_model(Job("time", entry.name, mode, "pgraph", **where), args.rounds, args.profile)
     print(tabulate(rows, headers="keys", floatfmt=".2f", tablefmt="github"))
     header = schema.environment(cpu=not torch.cuda.is_available())
     path = schema.write(schema.result_path("captures", header["gpu"], args.out), stored(rows), header)
     print(f"wrote {path}")
     if args.profile:
         inputs = [torch.randn(8, 8, device=driver.device) for _ in range(INPUTS)]
-        with cProfile.Profile() as profile:
-            capture(driver, program(args.nodes[-1]), inputs)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        profiled(lambda: capture(driver, program(args.nodes[-1]), inputs))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from support import host
 from torch import nn
 
+import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.runtime import layouts, registry, trimming
 
@@ -271,3 +272,15 @@ def test_a_program_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [p.template().plan for p in registry.live_capturable()]
     assert trims == [max(plan.peak - plan.inputs for plan in plans)]
     assert trims[0] > 0
+
+
+def test_a_program_whose_sizes_vary_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture may come at any time, and no round tells what the next one needs."""
+    trims = []
+    monkeypatch.setattr(HostDriver, "trim", lambda self, piece: trims.append(piece) or piece)
+    compiled = host(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), dynamic=True, capture_sizes=[4, 6, 9])
+    for size in (*[4] * 8, *[6] * 8, *[9] * 8):
+        compiled(torch.randn(size, 8)).sum().backward()
+    assert pgraph.report().captures >= 4
+    assert len(trims) <= 1, "of the first size"
+    assert trimming.pending is None

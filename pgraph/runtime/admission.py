@@ -254,7 +254,8 @@ class Admission:
         )
         if not built.computed:
             self._sizes.captured(args, computable=computer is not None and computer.reason is None)
-        trimming.captured(self._stats.name, self._driver)
+        if not self._stats.met.varies:
+            trimming.captured(self._stats.name, self._driver)
         progress.captured()
 
     def _later(self, specialization: Specialization, error: Exception) -> None:

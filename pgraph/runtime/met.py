@@ -42,6 +42,11 @@ class Met:
         elif not self.more:
             self.more = sizes not in self.sizes
 
+    @property
+    def varies(self) -> bool:
+        """Whether more than one came."""
+        return len(self.sizes) > 1
+
     def at_present(self) -> Met:
         """A copy."""
         return Met(self.labels, self.numbers, set(self.sizes), self.obstacle, self.latest, self.more)
