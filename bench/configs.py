@@ -55,6 +55,8 @@ WORKLOADS: dict[str, Workload] = {
     "cpu-tiny": _workload(layers=2, dim=64, heads=4, kv_heads=2, batch=2, seq=32),
     # Launch-bound: the GPU waits for the CPU.
     "4x256": _workload(layers=4, dim=256, heads=4, kv_heads=2, batch=2, seq=128),
+    # 48 tiny blocks: each takes the host longer than the device.
+    "48x256": _workload(layers=48, dim=256, heads=4, kv_heads=2, batch=1, seq=16),
     "16x1024": _workload(layers=16, dim=1024, heads=16, kv_heads=8, batch=4, seq=512),
     # Memory-bound: most of the memory is activations and gradients.
     "8x4096": _workload(layers=8, dim=4096, heads=32, kv_heads=8, batch=2, seq=2048),

@@ -17,22 +17,31 @@ Figures = dict[str, Any]
 Make = Callable[[], Any]
 
 
-def per_one(make: Make, free: Callable[[list[Any]], Any] = list.clear) -> tuple[float, float]:
-    """(us to make one of `RESULTS`, us to free one), the medians; all of them live at once."""
-    made: list[float] = []
-    freed: list[float] = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        held = [make() for _ in range(RESULTS)]
-        there = time.perf_counter()
-        free(held)
-        made.append((there - began) * 1e6 / RESULTS)
-        freed.append((time.perf_counter() - there) * 1e6 / RESULTS)
-    return statistics.median(made[ROUNDS // 2 :]), statistics.median(freed[ROUNDS // 2 :])
+Way = tuple[Make, Callable[[list[Any]], Any]]
+"""How to make one, and how to free all of them."""
 
 
-def _told(us: float, done_us: float, less: tuple[float, float] = (0.0, 0.0)) -> Figures:
-    return {"us": us - less[0], "done_us": done_us - less[1], "answer": f"{RESULTS} at once, each"}
+def per_one(way: Way, idle: Way | None = None) -> Figures:
+    """us to make one of `RESULTS` (``us``), and to free one (``done_us``): the medians; all live at once.
+
+    Args:
+        idle: the same without what is asked about. It takes turns with the other, so that a core that is slow
+            for a while is so for both, and is taken off round by round.
+    """
+    made, freed = zip(*(_round(way, idle) for _ in range(ROUNDS)), strict=True)
+    us, done_us = (statistics.median(found[ROUNDS // 2 :]) for found in (made, freed))
+    return {"us": us, "done_us": done_us, "answer": f"{RESULTS} at once, each"}
+
+
+def _round(way: Way, idle: Way | None) -> tuple[float, float]:
+    make, free = way
+    began = time.perf_counter()
+    held = [make() for _ in range(RESULTS)]
+    there = time.perf_counter()
+    free(held)
+    done = time.perf_counter()
+    less = _round(idle, None) if idle is not None else (0.0, 0.0)
+    return (there - began) * 1e6 / RESULTS - less[0], (done - there) * 1e6 / RESULTS - less[1]
 
 
 def _calls(driver: Any) -> Any:
@@ -53,10 +62,10 @@ def memory_alone(driver: Any) -> Figures:
     nothing.argtypes, nothing.restype = [ctypes.c_uint64, ctypes.c_void_p], ctypes.c_int32
     place = itertools.cycle(addresses)  # as many are freed as are made, so each round begins with the first
 
-    def cost(take: Callable[[int, int], int], give: Callable[[int], int]) -> tuple[float, float]:
-        return per_one(lambda: take(nbytes, next(place)), lambda held: [give(address) for address in places])
-
-    return _told(*cost(alloc, release), less=cost(nothing, lambda address: nothing(address, 0)))
+    spot = itertools.cycle(addresses)
+    really = (lambda: alloc(nbytes, next(place)), lambda held: [release(address) for address in places])
+    idly = (lambda: nothing(nbytes, next(spot)), lambda held: [nothing(address, 0) for address in places])
+    return per_one(really, idly)
 
 
 def tensors(driver: Any) -> Figures:
@@ -77,8 +86,7 @@ def tensors(driver: Any) -> Figures:
     told = 2, ctypes.addressof(layout), number(torch.float32), calls.made_on, ctypes.addressof(at)
     nothing = ctypes.PyDLL(None).labs
     nothing.argtypes, nothing.restype = [whole, p, whole, whole, p], ctypes.c_int32
-    idle = per_one(lambda: nothing(*told))
-    return _told(*per_one(lambda: empty(*told)), less=idle)
+    return per_one((lambda: empty(*told), list.clear), (lambda: nothing(*told), list.clear))
 
 
 def from_python(driver: Any) -> Figures:
@@ -86,4 +94,4 @@ def from_python(driver: Any) -> Figures:
     import torch
 
     empty = _calls(driver).empty
-    return _told(*per_one(lambda: empty(SIZE, STRIDE, torch.float32)))
+    return per_one((lambda: empty(SIZE, STRIDE, torch.float32), list.clear))

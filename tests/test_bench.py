@@ -319,8 +319,8 @@ def test_a_failing_worker_becomes_a_status(load: Any) -> None:
     memory = load("memory")
     figures = memory.start_worker({"config": "no-such", "device": "cpu"}, dict(os.environ), 60.0)
     assert figures == {
-        "status": "ValueError: config 'no-such' is unknown; choose from cpu-tiny, 4x256, 16x1024, 8x4096, "
-        "or 70b-N[-ac], 70b-fit[-ac], vit-b16-B, gpt2-B, NAME[@tT][@bB]"
+        "status": "ValueError: config 'no-such' is unknown; choose from cpu-tiny, 4x256, 48x256, 16x1024, "
+        "8x4096, or 70b-N[-ac], 70b-fit[-ac], vit-b16-B, gpt2-B, NAME[@tT][@bB]"
     }
     assert (
         memory.last_error("Traceback\n  x\ntorch.FooError: bad\n\nSet X=1 for more\n")

@@ -10,6 +10,7 @@ import torch
 from gpu_helpers import DEVICE, assert_launched, compile_pgraph, explain, report
 from torch import Tensor, nn
 
+import pgraph
 from pgraph.runtime import registry
 
 pytestmark = pytest.mark.gpu
@@ -128,3 +129,12 @@ def test_a_gradient_on_another_stream_outlives_its_piece() -> None:
     assert_launched(4)
     for a, b in zip(copies, want, strict=True):
         assert torch.equal(a, b)
+
+
+def test_all_native_helpers_are_built() -> None:
+    """Else results are made from Python, at twice the time, and nothing but the report would tell."""
+    compiled = compile_pgraph(Wide().to(DEVICE))
+    for _ in range(4):
+        compiled(torch.randn(512, WIDTHS[0], device=DEVICE))
+    assert_launched(1)
+    assert pgraph.report().missing == ()
