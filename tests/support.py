@@ -168,6 +168,12 @@ class RecipeOf(Recipe):
     def fits(self) -> bool:
         return True
 
+    def today(self, bases: Sequence[int]) -> list[int]:
+        return []
+
+    def misses(self, today: Sequence[int]) -> int | None:
+        return None
+
 
 def change_program(partition: Any, **changes: Any) -> Program:
     """Have the partition's one specialization launched by a changed program; returns the one it had."""

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -67,7 +68,7 @@ class FakeRecipe(Recipe):
     """What has an exec of stand-ins launch."""
 
     def __init__(self, exec: FakeExec, slots: list[Slot], first: int, last: int) -> None:
-        self.exec = exec
+        self.exec: FakeExec = exec
         mine = [s for s in slots if first <= s.node < last]
         self.slots = mine
         self._slots = (SlotEntry * max(len(mine), 1))(*((i, s.region, s.delta) for i, s in enumerate(mine)))
@@ -91,6 +92,13 @@ class FakeRecipe(Recipe):
 
     def fits(self) -> bool:
         return True
+
+    def today(self, bases: Any) -> list[int]:
+        return [(bases[s.region] + s.delta) % (1 << 64) for s in self.slots]
+
+    def misses(self, today: Any) -> int | None:
+        known = self.exec.state.held == self._entry.number
+        return sum(map(operator.ne, self.words, today)) if known else None
 
 
 class FakeDevice:

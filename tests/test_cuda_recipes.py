@@ -19,6 +19,7 @@ from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
 cuda_exec = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
+cuda_recipe = pytest.importorskip("pgraph.drivers.cuda.recipe", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -32,12 +33,18 @@ class Device:
 
     Attributes:
         content: by node, (function, grid, block, shared bytes, context, parameter bytes) or a struct's bytes.
+        execs: those that there are.
+        contents: of each of them; `content` is that of the one that was set last.
         launched: the content of each launch.
+        used: the exec of each launch.
         fail_at: how many calls from now on one fails.
     """
 
     def __init__(self) -> None:
+        self.execs = {EXEC}
         self.content: dict[int, Any] = {}
+        self.contents = {EXEC: self.content}
+        self.used: list[int] = []
         self.launched: list[dict[int, Any]] = []
         self.fail_at: int | None = None
         self.calls = 0
@@ -52,7 +59,8 @@ class Device:
         return 1 if self.fail_at < 0 else 0
 
     def _kernel(self, exec: int, node: int, params: int) -> int:
-        assert exec == EXEC
+        assert exec in self.execs
+        self.content = self.contents.setdefault(exec, {})
         if self._failed():
             return 1
         p = cuda_nodes.KernelParams.from_address(params)
@@ -75,17 +83,19 @@ class Device:
         return self._struct(exec, node, params, ctx, 40)
 
     def _struct(self, exec: int, node: int, params: int, ctx: int, nbytes: int) -> int:
-        assert (exec, ctx) == (EXEC, CTX)
+        assert (exec in self.execs, ctx) == (True, CTX)
+        self.content = self.contents.setdefault(exec, {})
         if self._failed():
             return 1
         self.content[node] = ctypes.string_at(params, nbytes)
         return 0
 
     def _launch(self, exec: int, stream: int) -> int:
-        assert (exec, stream) == (EXEC, STREAM)
+        assert (exec in self.execs, stream) == (True, STREAM)
         if self._failed():
             return 1
-        self.launched.append(dict(self.content))
+        self.launched.append(dict(self.contents.setdefault(exec, {})))
+        self.used.append(exec)
         return 0
 
 
@@ -190,11 +200,12 @@ def recipes_of(patch: pytest.MonkeyPatch, way: str, all_sizes: list[Size]) -> tu
     device = Device()
     device.parameters = {n: [4, *[8] * n] for n in range(1, 10)}
     patch.setattr(cuda_exec, "_calls", lambda: device.functions)
-    patch.setattr(cuda_exec, "succeeded", succeeded)
+    for module in (cuda_exec, cuda_recipe):
+        patch.setattr(module, "succeeded", succeeded)
     if way == "in Python":
         patch.setattr(cuda_exec.libraries, "load", lambda: None)
     exec = exec_of(all_sizes[0].nodes, all_sizes[0].slots)
-    return device, exec, [cuda_exec.CudaRecipe(exec, s.nodes, s.slots, FIRST) for s in all_sizes]
+    return device, exec, [cuda_recipe.CudaRecipe(exec, s.nodes, s.slots, FIRST) for s in all_sizes]
 
 
 def succeeded(code: int) -> None:
@@ -244,6 +255,102 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
             before, known = (which, bases), set(want)
 
 
+def replicated(device: Device, recipe: Any, count: int) -> None:
+    """Have so many further execs take turns with the recipe's own."""
+    made = []
+    for number in range(count):
+        exec = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
+        old = recipe.exec
+        exec._source = old._source
+        device.execs.add(EXEC + 100 + number)
+        exec._begin(old.nodes, old._rooms, set(old.taken), EXEC + 100 + number, CTX)
+        made.append(recipe.replica(exec))
+    recipe.take_turns(made)
+
+
+ADDRESSES = [[k << 40 for k in range(n, n + 4)] for n in (1, 11, 21, 31)]
+
+
+@given(
+    data=st.data(),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.sampled_from((None, None, None, 0, 1, 3))), max_size=14),
+    count=st.integers(0, 3),
+)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_execs_that_take_turns_do_the_same(
+    data: st.DataObject, kinds: list[str], steps: list[tuple[int, int | None]], count: int
+) -> None:
+    """Each launch does what it should, whichever exec it takes; C and Python take the same one."""
+    size = data.draw(sizes(kinds))
+    found = []
+    for way in ("in C", "in Python"):
+        if way == "in C" and libraries.load() is None:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            device, _, (recipe,) = recipes_of(patch, way, [size])
+            replicated(device, recipe, count)
+            told: list[Any] = []
+            for which, will_fail in steps:
+                launches, want = len(device.launched), wanted(size, ADDRESSES[which])
+                device.fail_at = will_fail
+                try:
+                    told.append(recipe.launch(ADDRESSES[which], STREAM))
+                except DriverError:
+                    told.append("failed")
+                    assert len(device.launched) == launches
+                    continue
+                assert device.launched[launches:] == [want]
+            found.append((told, device.used))
+    assert found[1:] == found[:-1]
+
+
+def test_layers_keep_their_execs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers in turn: nothing is set from the second round on, nor once they come in another order."""
+    node, offsets = kernel("kernel", 4, [1, 2, 3, 4])
+    slots = [Slot(FIRST, offset, region, 0) for region, offset in enumerate(offsets)]
+    device, _, (recipe,) = recipes_of(monkeypatch, way, [Size([node], slots)])
+    replicated(device, recipe, 3)
+    rounds = [[recipe.launch(ADDRESSES[which], STREAM) for which in (0, 1, 2, 3)] for _ in range(3)]
+    assert rounds == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert len(set(device.used)) == 4
+    assert [recipe.launch(ADDRESSES[which], STREAM) for which in (3, 1, 0, 0, 2)] == [0] * 5
+    others = [[address + 7 for address in addresses] for addresses in ADDRESSES]
+    rounds = [[recipe.launch(others[which], STREAM) for which in (2, 1, 0, 3)] for _ in range(2)]
+    assert rounds == [[1, 1, 1, 1], [0, 0, 0, 0]], "all addresses are new at once"
+
+
+def test_addresses_are_kept_while_asked(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, offsets = kernel("kernel", 2, [1, 2])
+    slots = [Slot(FIRST, offset, region, 5) for region, offset in enumerate(offsets)]
+    _, _, (recipe,) = recipes_of(monkeypatch, way, [Size([node], slots)])
+    assert recipe.watched() == []
+    recipe.launch(ADDRESSES[0], STREAM)
+    recipe.watch(2)
+    for which in (1, 0, 1):
+        recipe.launch(ADDRESSES[which], STREAM)
+    rows = [struct.pack("=2Q", *(address + 5 for address in ADDRESSES[which][:2])) for which in (1, 0)]
+    assert recipe.watched() == rows
+    recipe.launch(ADDRESSES[0], STREAM)
+    assert recipe.watched() == []
+
+
+def test_a_replica_is_a_block_of_memory_of_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in it points to the recipe that it was made from."""
+    nodes = [kernel(kind, n, list(range(n)))[0] for kind in ("kernel", "extra") for n in (1, 5, 9)]
+    slots = [Slot(FIRST + i, 8, 0, 0) for i in range(len(nodes))]
+    device, _, (recipe,) = recipes_of(monkeypatch, way, [Size(nodes, slots)])
+    replicated(device, recipe, 1)
+    recipe.launch(ADDRESSES[0], STREAM)
+    (other,) = recipe._others
+    low = ctypes.addressof(recipe._entry)
+    high = low + ctypes.sizeof(recipe._words)
+    assert not any(low <= word < high for word in other._words)
+    ctypes.memset(low + ctypes.sizeof(recipe._entry), 255, high - low - ctypes.sizeof(recipe._entry))
+    assert other.launch(ADDRESSES[1], STREAM) == len(nodes)
+    assert device.launched[-1] == wanted(Size(nodes, slots), ADDRESSES[1])
+
+
 def test_a_function_is_tried_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a node's place: what a driver took there it takes with other dimensions and parameters."""
     made, other = kernel("kernel", 2, [5, 6])[0], kernel("kernel", 3, [7, 8, 9])[0]
@@ -256,7 +363,7 @@ def test_a_function_is_tried_once(way: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert recipe.fits()
         counts.append(device.calls)
     assert counts == [0, 1, 1, 0], "the last two were made before the second one was tried"
-    assert cuda_exec.CudaRecipe(recipes[0].exec, [again], [], FIRST)._untried == set()
+    assert cuda_recipe.CudaRecipe(recipes[0].exec, [again], [], FIRST)._untried == set()
 
 
 def test_only_nodes_that_differ_are_set(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
+from pgraph.drivers.turns import Turns
 from pgraph.template.proofs import Proofs
 from pgraph.template.recording import Recording
 from pgraph.template.template import Slot, Template
@@ -62,6 +63,8 @@ class Recipe(abc.ABC):
     exec: Exec
     nbytes: int = 0
     entry: int | None = None
+    _turns: Turns | None = None
+    _others: tuple[Recipe, ...] = ()
 
     @abc.abstractmethod
     def launch(self, bases: list[int], stream: int) -> int:
@@ -81,6 +84,39 @@ class Recipe(abc.ABC):
     @abc.abstractmethod
     def fits(self) -> bool:
         """Whether the exec, made from another recording, takes the functions and dimensions of this one."""
+
+    @abc.abstractmethod
+    def today(self, bases: Sequence[int]) -> list[int]:
+        """What is to stand in each slot."""
+
+    @abc.abstractmethod
+    def misses(self, today: Sequence[int]) -> int | None:
+        """How many slots say otherwise now; None if nobody knows what the exec was set to."""
+
+    def watch(self, launches: int) -> None:
+        """Keep the addresses of so many launches from now on."""
+        self._turns = Turns(launches)
+
+    def watched(self) -> list[bytes]:
+        """The addresses that were kept, a launch each; no more are."""
+        turns, self._turns = self._turns, None
+        return turns.kept if turns is not None else []
+
+    def take_turns(self, others: Sequence[Recipe]) -> None:
+        """From now on launches are made by this one or by one of these (Note [An exec for each layer]).
+
+        Args:
+            others: made by `Driver.replica`.
+        """
+        self._others = tuple(others)
+        self._turns = Turns()
+
+    def _turn(self, bases: Sequence[int]) -> Recipe:
+        """Which of them serves a launch, where that is told in Python."""
+        if self._turns is None:
+            return self
+        all_of_them = self, *self._others
+        return all_of_them[self._turns.next(all_of_them, bases)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -253,6 +253,14 @@ class Driver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def replica(self, recipe: Recipe) -> Recipe:
+        """A recipe that does the same, with an exec of its own (Note [An exec for each layer]).
+
+        Raises:
+            DriverError: the device has no room for it.
+        """
+
+    @abc.abstractmethod
     def framework_ranges(self) -> RangeMap | None:
         """Device memory that the framework's allocator holds now; None where it cannot be known."""
 

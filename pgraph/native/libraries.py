@@ -53,7 +53,7 @@ def load() -> ctypes.CDLL | None:
     elif not WORDS[wish.lower()]:
         return None
     try:
-        library = ctypes.CDLL(str(_build("rebind.c", parts=("rebind_read.h",))))
+        library = ctypes.CDLL(str(_build("rebind.c", parts=("rebind_read.h", "rebind_turns.h"))))
         check_sizes(library)
     except (OSError, subprocess.SubprocessError) as e:
         _lack("rebind.c", "no native helper, launching from Python instead", e)
@@ -73,6 +73,8 @@ def load() -> ctypes.CDLL | None:
     library.pg_pack_all.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3
+    library.pg_take_turns.restype = None
+    library.pg_take_turns.argtypes = [ctypes.c_void_p] * 2
     library.pg_fits.restype = ctypes.c_int64
     library.pg_fits.argtypes = [ctypes.c_void_p]
     return library

@@ -71,6 +71,7 @@ typedef struct { /* what one specialization has an exec do: Note [Shared execs] 
     const pg_setting *settings; /* of each node of the exec */
     const pg_slot *slots;
     uint64_t *words;
+    struct pg_turns *turns; /* NULL: it serves all its launches; else see rebind_turns.h */
 } pg_recipe;
 
 static int set(const pg_exec *e, const pg_node *n, void *params)
@@ -149,13 +150,24 @@ static void take(pg_exec *e)
 
 static void give(pg_exec *e) { __atomic_store_n(&e->busy, 0, __ATOMIC_RELEASE); }
 
+#include "rebind_turns.h"
+
 /* Returns the number of nodes set, or minus the CUresult of the first call that failed. */
 int64_t pg_launch(const pg_recipe *r, void *stream, const uint64_t *bases)
 {
     take(r->exec);
-    int64_t result = set_and_launch(r->exec, r, stream, bases);
+    const pg_recipe *one = r->turns ? whose_turn(r, bases) : r;
+    int64_t result = set_and_launch(one->exec, one, stream, bases);
     give(r->exec);
     return result;
+}
+
+/* From now on launches take turns as these say; NULL: no more. Nobody uses what they took before. */
+void pg_take_turns(pg_recipe *r, pg_turns *turns)
+{
+    take(r->exec);
+    r->turns = turns;
+    give(r->exec);
 }
 
 /* Sets all kernels as this recipe has them, and launches nothing. Returns 0, or the CUresult of the first one
@@ -272,6 +284,7 @@ int64_t pg_struct_size(int64_t which)
     case 9: return sizeof(pg_packing);
     case 10: return sizeof(pg_path);
     case 11: return sizeof(pg_held);
+    case 12: return sizeof(pg_turns);
     default: return -1;
     }
 }

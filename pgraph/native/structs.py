@@ -18,6 +18,7 @@ __all__ = [
     "RecipeEntry",
     "SettingEntry",
     "SlotEntry",
+    "TurnsEntry",
     "check_sizes",
 ]
 
@@ -81,6 +82,21 @@ class RecipeEntry(ctypes.Structure):
         ("settings", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("words", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+    ]
+
+
+class TurnsEntry(ctypes.Structure):
+    """`pg_turns`: recipes of which each launch takes one."""
+
+    _fields_ = [
+        ("recipes", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("latest", ctypes.c_int64),
+        ("n_slots", ctypes.c_int64),
+        ("kept", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("room", ctypes.c_int64),
     ]
 
 
@@ -165,6 +181,7 @@ _IN_ORDER: Final = (
     PackingEntry,
     PathEntry,
     HeldEntry,
+    TurnsEntry,
 )
 
 

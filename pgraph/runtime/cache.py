@@ -22,6 +22,7 @@ from pgraph.runtime.captured import Captured
 from pgraph.runtime.economy import Economy, Purse
 from pgraph.runtime.holdings import NODE_BYTES, Group, Holdings
 from pgraph.runtime.keeping import WAITING, Keeper, Use
+from pgraph.runtime.replication import SHARE, Replication
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
@@ -145,6 +146,28 @@ class SpecializationCache:
             self.set_aside = True
         specialization.judged()
         self._renew()
+
+    def moved(self, specialization: Specialization) -> None:
+        """Note a launch that set several nodes (Note [An exec for each layer] in `pgraph.drivers.turns`)."""
+        replication = specialization.replication
+        if (replication is not None and replication.over) or self._stats.met.varies:
+            return
+        with self.lock:
+            built = specialization.built
+            if built is None or len(self._holdings.group_of(specialization).members) > 1:
+                return
+            if (replication := specialization.replication) is None:
+                chunks = built.template.plan.chunks
+                recipes = [(r, c.last - c.first) for r, c in zip(built.recipes, chunks, strict=True)]
+                replication = Replication(self._stats.name, recipes, self._driver)
+                specialization.replication = replication
+            replication.moved(self._room_for_replicas)
+            if replication.nbytes:
+                self._holdings.replicated(specialization)
+                self._tell_bytes()
+
+    def _room_for_replicas(self) -> int:
+        return int(self._limit * SHARE) - self._budgets[0].total()
 
     def captured_as(self, specialization: Specialization) -> Captured:
         """What launches this one: with all others, or by itself while it is on trial."""

@@ -69,7 +69,8 @@ class Holdings:
     @property
     def exec_bytes(self) -> int:
         """Memory of the device, as it was measured."""
-        return sum(group.shared.nbytes for group in self.groups)
+        replicas = sum(s.replication.exec_bytes for g in self.groups for s in g.members if s.replication)
+        return sum(group.shared.nbytes for group in self.groups) + replicas
 
     def takes(self, memory: Memory) -> int:
         """Bytes that count in a budget."""
@@ -103,10 +104,24 @@ class Holdings:
             self._largest[memory] = max(self._largest[memory], nbytes)
         return group
 
+    def group_of(self, specialization: Specialization) -> Group:
+        """Those that it shares its execs with, and itself."""
+        assert specialization.built is not None
+        return next(group for group in self.groups if group.shared is specialization.built.shared)
+
+    def replicated(self, specialization: Specialization) -> None:
+        """It got further execs."""
+        assert specialization.replication is not None
+        self.group_of(specialization).nbytes += specialization.replication.nbytes
+        specialization.nbytes += specialization.replication.recipe_bytes
+        self._host += specialization.replication.recipe_bytes
+
     def remove(self, specialization: Specialization) -> None:
         """Its capture goes."""
-        assert specialization.built is not None
-        group = next(group for group in self.groups if group.shared is specialization.built.shared)
+        group = self.group_of(specialization)
+        if specialization.replication is not None:
+            group.nbytes -= specialization.replication.nbytes
+            specialization.replication = None
         group.members.remove(specialization)
         if not group.members:
             self.groups.remove(group)

@@ -36,6 +36,7 @@ from pgraph.runtime.captured import Captured
 from pgraph.runtime.failures import LaunchFailure, launch_failed
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed
+from pgraph.runtime.replication import FEW
 from pgraph.runtime.sizes import Dimension, Sizes
 from pgraph.runtime.specialization import Specialization
 from pgraph.template.template import Template
@@ -150,6 +151,8 @@ class PartitionRunner:
                 self._cache.launched(captured.specializations[index])
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
+        if rewritten >= FEW:
+            self._cache.moved(captured.specializations[index])
         return results
 
     def specializations(self) -> list[Specialization]:

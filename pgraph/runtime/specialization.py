@@ -33,6 +33,7 @@ from pgraph.launch.guards import Guards
 from pgraph.launch.program import Program
 from pgraph.reasons import Reason
 from pgraph.runtime.keeping import Use
+from pgraph.runtime.replication import Replication
 from pgraph.runtime.trial import Trial
 
 __all__ = ["Specialization", "Standing", "State"]
@@ -84,6 +85,7 @@ class Specialization:
         asked: when it was asked for, in such questions of the partition.
         addresses: `Guards.addresses` of the guards.
         nbytes: what its capture counts for in the budget of the host's memory.
+        replication: whether it gets further execs, while it is captured and that is asked.
     """
 
     guards: Guards
@@ -95,6 +97,7 @@ class Specialization:
     trial: Trial | None = None
     asked: int = 0
     nbytes: int = 0
+    replication: Replication | None = None
     addresses: Callable[[list[Any]], list[int] | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

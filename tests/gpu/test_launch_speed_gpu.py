@@ -20,6 +20,7 @@ from pgraph.runtime import admission
 # They need cuda-bindings, which a CPU build of torch does not bring.
 cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 execs = pytest.importorskip("pgraph.drivers.cuda.exec", reason="needs cuda-bindings")
+recipes = pytest.importorskip("pgraph.drivers.cuda.recipe", reason="needs cuda-bindings")
 check = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings").check
 
 
@@ -49,7 +50,7 @@ def test_nodes_are_set_after_the_upload() -> None:
         compiled(x)
     assert_launched(2)
     (recipe,) = (r for b in built() for r in b.recipes)
-    assert isinstance(recipe, execs.CudaRecipe)
+    assert isinstance(recipe, recipes.CudaRecipe)
     exec = recipe.exec
     (early,) = check(cu.cuGraphInstantiate(exec._source.graph, 0))
     for node, setting in zip(exec.nodes, recipe._settings, strict=True):

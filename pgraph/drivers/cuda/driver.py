@@ -43,13 +43,14 @@ from pgraph.drivers.cuda.allocator_log import allocator_trace, clear_trace, last
 from pgraph.drivers.cuda.cache import empty_into_one_piece
 from pgraph.drivers.cuda.counts import Counting, NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
-from pgraph.drivers.cuda.exec import CudaExec, CudaRecipe
+from pgraph.drivers.cuda.exec import CudaExec
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, unlimited
 from pgraph.drivers.cuda.graph import CudaGraph
 from pgraph.drivers.cuda.native import native_calls
 from pgraph.drivers.cuda.nodes import check as _check
 from pgraph.drivers.cuda.nodes import read_nodes
 from pgraph.drivers.cuda.peaks import restore
+from pgraph.drivers.cuda.recipe import CudaRecipe
 from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.interface import Arena, Driver, HiddenAllocation, Passed, Session
 from pgraph.drivers.native_calls import NativeCalls
@@ -250,6 +251,11 @@ class CudaDriver(Driver):
     ) -> Recipe:
         assert isinstance(exec, CudaExec)
         return CudaRecipe(exec, nodes[first:last], slots_of(slots, first, last), first)
+
+    def replica(self, recipe: Recipe) -> Recipe:
+        assert isinstance(recipe, CudaRecipe)
+        with torch.cuda.device(self.device), self.capture_lock():
+            return recipe.replica(recipe.exec.replica(self._capture_stream().cuda_stream))
 
     def framework_ranges(self) -> RangeMap | None:
         # Blocks in use, not whole segments: nothing points to memory that is free.

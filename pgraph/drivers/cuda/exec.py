@@ -1,8 +1,4 @@
-"""Execs that can be set anew and launched, and the recipes that do so.
-
-A recipe keeps the parameters of its nodes, and the structs that the driver takes, which point to them. Slots
-are rewritten there before a node is set.
-"""
+"""Execs that can be set anew and launched."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import array
 import ctypes
 import functools
 import itertools
-import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,30 +15,24 @@ import torch
 from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda.graph import CudaGraph
-from pgraph.drivers.cuda.nodes import KernelParams, check, succeeded
-from pgraph.drivers.execs import Exec, Recipe
-from pgraph.errors import DriverError
+from pgraph.drivers.cuda.nodes import check, succeeded
+from pgraph.drivers.execs import Exec
 from pgraph.native import libraries
 from pgraph.native.structs import (
     ExecEntry,
     HeldEntry,
     LaunchCalls,
     NodeEntry,
-    RecipeEntry,
-    SettingEntry,
-    SlotEntry,
 )
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["CudaExec", "CudaRecipe"]
+__all__ = ["FIXED", "KERNEL", "CudaExec"]
 
-_KERNEL, _FIXED = 0, 3
-_HEAD = 36  # bytes of a kernel's struct that hold its function, dimensions and shared memory
+KERNEL, FIXED = 0, 3
 _EXEC_MOST, _NODE_MOST = 8 << 20, 16 << 10  # see `_at_most`
 _SPARE = 8  # words of parameters that another kernel in a node's place may have more
-_KIND = {"kernel": _KERNEL, "memcpy": 1, "memset": 2, "empty": _FIXED}
-_numbers = itertools.count(1)
+_KIND = {"kernel": KERNEL, "memcpy": 1, "memset": 2, "empty": FIXED}
 
 
 @functools.cache
@@ -113,23 +102,38 @@ class CudaExec(Exec):
         stream: int,
     ) -> None:
         self._source = graph.part(first, last)
+        self._most = _at_most(nodes[first:last])
+        self._make(stream)
+        (ctx,) = check(cu.cuCtxGetCurrent())
+        self._lay_out(nodes[first:last], {slot.node - first for slot in slots}, int(self._exec), int(ctx))
+
+    def _make(self, stream: int) -> None:
         before = _outside_allocator()
         (self._exec,) = check(cu.cuGraphInstantiate(self._source.graph, 0))
         check(cu.cuGraphUpload(self._exec, stream))
         check(cu.cuStreamSynchronize(stream))
-        self.nbytes = min(max(0, _outside_allocator() - before), _at_most(nodes[first:last]))
-        (ctx,) = check(cu.cuCtxGetCurrent())
-        self.lock = threading.Lock()  # of launches in Python; those in C have one of their own
-        self._lay_out(nodes[first:last], {slot.node - first for slot in slots}, int(self._exec), int(ctx))
+        self.nbytes = min(max(0, _outside_allocator() - before), self._most)
+
+    def replica(self, stream: int) -> CudaExec:
+        """Another one, made from the same nodes."""
+        made = CudaExec.__new__(CudaExec)
+        made._source, made._most = self._source, self._most
+        made._make(stream)
+        made._begin(self.nodes, self._rooms, set(self.taken), int(made._exec), int(self.state.ctx))
+        return made
 
     def _lay_out(self, nodes: Sequence[NodeRecord], rebound: set[int], exec: int, ctx: int) -> None:
         words = array.array("Q")  # as NodeEntry has them
         for i, (handle, node) in enumerate(zip(self._source.nodes, nodes, strict=True)):
             fixed = node.kind != "kernel" and i not in rebound
-            words.extend((_FIXED if fixed else _KIND[node.kind], int(handle)))
-        self.nodes = (NodeEntry * len(nodes)).from_buffer_copy(words)
-        self._rooms = [len(node.params) // 8 + _SPARE for node in nodes]
-        self.taken = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
+            words.extend((FIXED if fixed else _KIND[node.kind], int(handle)))
+        rooms = [len(node.params) // 8 + _SPARE for node in nodes]
+        taken = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
+        self._begin((NodeEntry * len(nodes)).from_buffer_copy(words), rooms, taken, exec, ctx)
+
+    def _begin(self, nodes: Any, rooms: list[int], taken: set[tuple[int, int]], exec: int, ctx: int) -> None:
+        self.lock = threading.Lock()  # of launches in Python; those in C have one of their own
+        self.nodes, self._rooms, self.taken = nodes, rooms, taken
         self._recipes = 0
         self._contents: list[bytes | None] = []  # as `pg_held`, where launches go through Python
         self.state = ExecEntry(
@@ -177,7 +181,7 @@ class CudaExec(Exec):
         """
         kernel, copy, fill, _ = _calls()[0]
         node = self.nodes[position]
-        if node.kind == _KERNEL:
+        if node.kind == KERNEL:
             code = kernel(self.state.exec, node.node, params)
         else:
             code = (copy if node.kind == 1 else fill)(self.state.exec, node.node, params, self.state.ctx)
@@ -201,170 +205,3 @@ class CudaExec(Exec):
             return  # the driver frees everything itself, and may be gone already
         if getattr(self, "_exec", None) is not None:
             check(cu.cuGraphExecDestroy(self._exec))
-
-
-class CudaRecipe(Recipe):
-    """What a range of a recording's nodes are to be set to, in one block of memory.
-
-    Args:
-        exec: made from these nodes, or from those of a recording with the same sharing key.
-        nodes: of the range.
-        slots: of the range, in the order of their nodes.
-        first: number of the first node.
-    """
-
-    def __init__(
-        self, exec: CudaExec, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
-    ) -> None:
-        self.exec: CudaExec = exec
-        n = len(nodes)
-        params, structs, total = _places(nodes, ctypes.sizeof(RecipeEntry), n, len(slots))
-        # Tensor maps want an alignment of 64 bytes.
-        self._memory = ctypes.create_string_buffer(total + 64)
-        base = -(-ctypes.addressof(self._memory) // 64) * 64
-        self.nbytes = len(self._memory)
-        settings, at = array.array("Q"), 0  # as SettingEntry has them
-        view = memoryview(self._memory).cast("B")[base - ctypes.addressof(self._memory) :]
-        for i, node in enumerate(nodes):
-            view[params[i] : params[i] + len(node.params)] = node.params
-            at = _end(slots, at, first + i)
-            place = params[i] // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
-            settings.extend((_struct(view, node, base, params[i], structs[i]), at, place))
-        packed = b"".join(
-            struct.pack("=iiq", (params[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots
-        )
-        here = base + ctypes.sizeof(RecipeEntry)
-        there = here + ctypes.sizeof(SettingEntry) * n
-        ctypes.memmove(here, settings.tobytes(), ctypes.sizeof(SettingEntry) * n)
-        ctypes.memmove(there, packed, len(packed))
-        self._settings = (SettingEntry * n).from_address(here)
-        self._slots = (SlotEntry * len(slots)).from_address(there)
-        self._words = (ctypes.c_uint64 * (total // 8)).from_address(base)
-        self._entry = RecipeEntry.from_address(base)
-        self._entry.exec = ctypes.addressof(exec.state)
-        self._entry.number = next(_numbers)
-        self._entry.settings, self._entry.slots, self._entry.words = here, there, base
-        self._library = libraries.load()
-        if self._library is not None:
-            self.entry = base
-        functions = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
-        self._untried = functions - exec.taken
-        exec.used()
-
-    def launch(self, bases: list[int], stream: int) -> int:
-        addresses = array.array("Q", bases)
-        if self._library is None:
-            with self.exec.lock:
-                return self._launch_in_python(addresses, stream)
-        code: int = self._library.pg_launch(ctypes.addressof(self._entry), stream, addresses.buffer_info()[0])
-        if code < 0:
-            succeeded(-code)
-        return code
-
-    def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:
-        """What the driver is told of a node."""
-        words = bytes(memoryview(self._words)[setting.first : setting.first + setting.count])
-        return (ctypes.string_at(setting.params, _HEAD) if node.kind == _KERNEL else b"") + words
-
-    def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
-        state, count, at = self.exec.state, 0, 0
-        anew = state.held != self._entry.number
-        for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
-            changed = False
-            for s in self._slots[at : setting.last]:
-                value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
-                if self._words[s.word] != value:
-                    self._words[s.word] = value
-                    changed = True
-            at = setting.last
-            content = self._content(node, setting) if anew or changed else b""
-            if anew:
-                changed = node.kind != _FIXED and not self.exec.holds(i, content)
-            if changed:
-                count += 1
-                self.exec.set(i, setting.params, content)
-        state.held = self._entry.number
-        self.exec.launch(stream)
-        return count
-
-    def fits(self) -> bool:
-        if not self._untried:
-            return True  # what a driver refuses is a function in a node's place
-        if self._library is not None:
-            took = self._library.pg_fits(ctypes.addressof(self._entry)) == 0
-        else:
-            took = self._fits_in_python()
-        if took:
-            self.exec.taken |= self._untried
-            self._untried = set()
-        return took
-
-    def _fits_in_python(self) -> bool:
-        with self.exec.lock:
-            self.exec.state.held = 0
-            try:
-                for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
-                    if node.kind == _KERNEL:
-                        self.exec.set(i, setting.params, self._content(node, setting))
-            except DriverError:
-                return False
-        return True
-
-
-def _places(
-    nodes: Sequence[NodeRecord], entry: int, n: int, n_slots: int
-) -> tuple[list[int], list[int], int]:
-    """Where the parameters of each node begin, and the struct that the driver takes; bytes of all. What comes
-    first are the entry, the settings and the slots."""
-    at = entry + ctypes.sizeof(SettingEntry) * n + ctypes.sizeof(SlotEntry) * n_slots
-    structs = []
-    for node in nodes:
-        structs.append(at)
-        at += _struct_bytes(node)
-    params = []
-    for node in nodes:
-        at = -(-at // 64) * 64 if len(node.params) >= 64 else at
-        params.append(at)
-        at += max(len(node.params), 8)
-    return params, structs, -(-at // 8) * 8
-
-
-def _struct_bytes(node: NodeRecord) -> int:
-    """A kernel's struct, and the list of its parameters."""
-    if node.kind != "kernel":
-        return 0
-    passing = node.header[-1]
-    return ctypes.sizeof(KernelParams) + 8 * (max(len(passing[1]), 1) if passing[0] == "params" else 6)
-
-
-# A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
-# else that is done for a node.
-_KERNEL_PARAMS = "=Q7I4x4Q"
-
-
-def _struct(memory: memoryview, node: NodeRecord, base: int, params: int, place: int) -> int:
-    """Make the struct that the setter takes; returns its address.
-
-    Args:
-        memory: it begins at the address `base`; `params` and `place` are counted from there.
-    """
-    params += base
-    if node.kind != "kernel":
-        return params
-    function, grid, block, shared, ctx, passing = node.header
-    behind = base + place + ctypes.sizeof(KernelParams)
-    if passing[0] == "params":
-        pointers = behind, 0
-        table = [params + offset for offset in passing[1]]
-    else:  # CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, the end, and the size itself
-        pointers = 0, behind
-        table = [1, params, 2, behind + 40, 0, len(node.params)]
-    form = f"{_KERNEL_PARAMS}{len(table)}Q"
-    struct.pack_into(form, memory, place, function, *grid, *block, shared, *pointers, 0, ctx, *table)
-    return base + place
-
-
-def _end(slots: Sequence[Slot], at: int, node: int) -> int:
-    while at < len(slots) and slots[at].node == node:
-        at += 1
-    return at

@@ -303,6 +303,10 @@ class HostDriver(Driver):
         assert isinstance(exec, HostExec)
         return HostRecipe(exec, nodes[first:last], slots_of(slots, first, last), first)
 
+    def replica(self, recipe: Recipe) -> Recipe:
+        assert isinstance(recipe, HostRecipe)
+        return recipe.replica()
+
     def kernel_names(self, namespace: Mapping[str, Any]) -> list[str]:
         return [name for name, value in namespace.items() if _is_kernel(name, value)]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import copy
 import itertools
+import operator
 import struct
 import threading
 from collections.abc import Sequence
@@ -45,6 +47,14 @@ class HostExec(Exec):
         self.held = 0
         self.lock = threading.Lock()
         self.nbytes = sum(len(n.params) for n in nodes)
+
+    def replica(self) -> HostExec:
+        """Another one, made from the same nodes."""
+        fault.active().reach("instantiate")
+        made = copy.copy(self)
+        made._nodes, made._params = list(self._made_from), [n.params for n in self._made_from]
+        made.held, made.lock = 0, threading.Lock()
+        return made
 
     def alike(self, nodes: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
         """These nodes but for their parameters; the exec's own ones where that is no difference."""
@@ -98,20 +108,42 @@ class HostRecipe(Recipe):
 
     def launch(self, bases: list[int], stream: int) -> int:
         with self.exec.lock:
-            anew, count, at, start = self.exec.held != self._number, 0, 0, 0
-            self.exec.held = 0
-            for i, end in enumerate(self._ends):
-                changed = anew
-                while at < len(self._slots) and self._slots[at].node == self._first + i:
-                    changed |= self._bind(self._slots[at], start, bases)
-                    at += 1
-                if changed:
-                    self.exec.set(i, self._nodes[i], bytes(self._params[start:end]))
-                    count += 1
-                start = end
-            self.exec.held = self._number
-            self.exec.run()
-            return count
+            turn = self._turn(bases)
+            return self._launch(bases) if turn is self else turn.launch(bases, stream)
+
+    def replica(self) -> HostRecipe:
+        """See `Driver.replica`."""
+        made = copy.copy(self)
+        made.exec, made._number, made._params = self.exec.replica(), next(_numbers), bytearray(self._params)
+        made._turns, made._others = None, ()
+        return made
+
+    def today(self, bases: Sequence[int]) -> list[int]:
+        return [(bases[slot.region] + slot.delta) & 0xFFFFFFFFFFFFFFFF for slot in self._slots]
+
+    def misses(self, today: Sequence[int]) -> int | None:
+        if self.exec.held != self._number:
+            return None
+        starts = [0, *self._ends]
+        places = [starts[slot.node - self._first] + slot.offset for slot in self._slots]
+        words = [struct.unpack_from("=Q", self._params, place)[0] for place in places]
+        return sum(map(operator.ne, words, today))
+
+    def _launch(self, bases: list[int]) -> int:
+        anew, count, at, start = self.exec.held != self._number, 0, 0, 0
+        self.exec.held = 0
+        for i, end in enumerate(self._ends):
+            changed = anew
+            while at < len(self._slots) and self._slots[at].node == self._first + i:
+                changed |= self._bind(self._slots[at], start, bases)
+                at += 1
+            if changed:
+                self.exec.set(i, self._nodes[i], bytes(self._params[start:end]))
+                count += 1
+            start = end
+        self.exec.held = self._number
+        self.exec.run()
+        return count
 
     def _bind(self, slot: Slot, start: int, bases: list[int]) -> bool:
         """Write today's address; whether it is another one."""

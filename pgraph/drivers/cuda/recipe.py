@@ -1,0 +1,290 @@
+"""Recipes: what execs are set to, in one block of memory each.
+
+A recipe keeps the parameters of its nodes, and the structs that the driver takes, which point to them. Slots
+are rewritten there before a node is set.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import ctypes
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
+from pgraph.drivers.cuda.nodes import KernelParams, succeeded
+from pgraph.drivers.execs import Recipe
+from pgraph.errors import DriverError
+from pgraph.native import libraries
+from pgraph.native.structs import NodeEntry, RecipeEntry, SettingEntry, SlotEntry, TurnsEntry
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
+
+__all__ = ["CudaRecipe"]
+
+_HEAD = 36  # bytes of a kernel's struct that hold its function, dimensions and shared memory
+_numbers = itertools.count(1)
+
+
+class CudaRecipe(Recipe):
+    """What a range of a recording's nodes are to be set to, in one block of memory.
+
+    Args:
+        exec: made from these nodes, or from those of a recording with the same sharing key.
+        nodes: of the range.
+        slots: of the range, in the order of their nodes.
+        first: number of the first node.
+    """
+
+    _entries: tuple[TurnsEntry, Any, Any] | None = None  # what C reads of turns
+
+    def __init__(
+        self, exec: CudaExec, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
+    ) -> None:
+        self.exec: CudaExec = exec
+        n = len(nodes)
+        params, structs, total = _places(nodes, ctypes.sizeof(RecipeEntry), n, len(slots))
+        # Tensor maps want an alignment of 64 bytes.
+        self._memory = ctypes.create_string_buffer(total + 64)
+        base = -(-ctypes.addressof(self._memory) // 64) * 64
+        self.nbytes = len(self._memory)
+        settings, at = array.array("Q"), 0  # as SettingEntry has them
+        view = memoryview(self._memory).cast("B")[base - ctypes.addressof(self._memory) :]
+        for i, node in enumerate(nodes):
+            view[params[i] : params[i] + len(node.params)] = node.params
+            at = _end(slots, at, first + i)
+            place = params[i] // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
+            settings.extend((_struct(view, node, base, params[i], structs[i]), at, place))
+        packed = b"".join(
+            struct.pack("=iiq", (params[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots
+        )
+        here = base + ctypes.sizeof(RecipeEntry)
+        there = here + ctypes.sizeof(SettingEntry) * n
+        ctypes.memmove(here, settings.tobytes(), ctypes.sizeof(SettingEntry) * n)
+        ctypes.memmove(there, packed, len(packed))
+        self._tables = array.array("H", map(_pointers, nodes))
+        self._library = libraries.load()
+        self._lie_at(base, n, len(slots), total)
+        functions = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
+        self._untried = functions - exec.taken
+        exec.used()
+
+    def _lie_at(self, base: int, n_nodes: int, n_slots: int, nbytes: int) -> None:
+        here = base + ctypes.sizeof(RecipeEntry)
+        there = here + ctypes.sizeof(SettingEntry) * n_nodes
+        self._settings = (SettingEntry * n_nodes).from_address(here)
+        self._slots = (SlotEntry * n_slots).from_address(there)
+        self._words = (ctypes.c_uint64 * (nbytes // 8)).from_address(base)
+        self._entry = RecipeEntry.from_address(base)
+        self._entry.exec = ctypes.addressof(self.exec.state)
+        self._entry.number = next(_numbers)
+        self._entry.settings, self._entry.slots, self._entry.words = here, there, base
+        self._entry.turns = None
+        self.entry = base if self._library is not None else None
+
+    def replica(self, exec: CudaExec) -> CudaRecipe:
+        """See `Driver.replica`. A launch that writes here meanwhile does no harm: the replica's first
+        launch writes all of its own.
+
+        Args:
+            exec: a replica of this one's.
+        """
+        made = copy.copy(self)
+        made.exec, made._turns, made._others, made._entries = exec, None, (), None
+        made._memory = ctypes.create_string_buffer(len(self._memory))
+        base, old = -(-ctypes.addressof(made._memory) // 64) * 64, ctypes.addressof(self._entry)
+        ctypes.memmove(base, old, ctypes.sizeof(self._words))
+        made._lie_at(base, len(self._settings), len(self._slots), ctypes.sizeof(self._words))
+        for node, setting, count in zip(exec.nodes, made._settings, self._tables, strict=True):
+            setting.params += base - old
+            if node.kind == KERNEL:
+                _move(KernelParams.from_address(setting.params), count, base - old)
+        exec.used()
+        return made
+
+    def watch(self, launches: int) -> None:
+        if self._library is None:
+            super().watch(launches)
+        else:
+            self._served_by((self,), launches)
+
+    def watched(self) -> list[bytes]:
+        if self._library is None or self._entries is None:
+            return super().watched()
+        entry, _, kept = self._entries
+        self._library.pg_take_turns(ctypes.addressof(self._entry), None)
+        self._entries, row = None, 8 * entry.n_slots
+        return [bytes(memoryview(kept).cast("B")[i * row : (i + 1) * row]) for i in range(entry.rows)]
+
+    def take_turns(self, others: Sequence[Recipe]) -> None:
+        super().take_turns(others)
+        if self._library is not None:
+            self._served_by((self, *others), 0)
+
+    def _served_by(self, recipes: Sequence[Recipe], room: int) -> None:
+        """Have C choose among these, and keep the addresses of so many launches."""
+        assert self._library is not None
+        entries = (ctypes.c_void_p * len(recipes))(*[recipe.entry for recipe in recipes])
+        kept = (ctypes.c_uint64 * (room * len(self._slots)))()
+        turns = TurnsEntry(
+            recipes=ctypes.addressof(entries),
+            n=len(recipes),
+            n_slots=len(self._slots),
+            kept=ctypes.addressof(kept),
+            room=room,
+        )
+        self._library.pg_take_turns(ctypes.addressof(self._entry), ctypes.addressof(turns))
+        self._entries = turns, entries, kept  # not before: what another launch may be using was there
+
+    def today(self, bases: Sequence[int]) -> list[int]:
+        return [(bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF for s in self._slots]
+
+    def misses(self, today: Sequence[int]) -> int | None:
+        if self.exec.state.held != self._entry.number:
+            return None
+        return sum(self._words[s.word] != word for s, word in zip(self._slots, today, strict=True))
+
+    def launch(self, bases: list[int], stream: int) -> int:
+        addresses = array.array("Q", bases)
+        if self._library is None:
+            with self.exec.lock:
+                turn = self._turn(addresses)
+                assert isinstance(turn, CudaRecipe)
+                return turn._launch_in_python(addresses, stream)
+        code: int = self._library.pg_launch(ctypes.addressof(self._entry), stream, addresses.buffer_info()[0])
+        if code < 0:
+            succeeded(-code)
+        return code
+
+    def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:
+        """What the driver is told of a node."""
+        words = bytes(memoryview(self._words)[setting.first : setting.first + setting.count])
+        return (ctypes.string_at(setting.params, _HEAD) if node.kind == KERNEL else b"") + words
+
+    def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
+        state, count, at = self.exec.state, 0, 0
+        anew = state.held != self._entry.number
+        for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
+            changed = False
+            for s in self._slots[at : setting.last]:
+                value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
+                if self._words[s.word] != value:
+                    self._words[s.word] = value
+                    changed = True
+            at = setting.last
+            content = self._content(node, setting) if anew or changed else b""
+            if anew:
+                changed = node.kind != FIXED and not self.exec.holds(i, content)
+            if changed:
+                count += 1
+                self.exec.set(i, setting.params, content)
+        state.held = self._entry.number
+        self.exec.launch(stream)
+        return count
+
+    def fits(self) -> bool:
+        if not self._untried:
+            return True  # what a driver refuses is a function in a node's place
+        if self._library is not None:
+            took = self._library.pg_fits(ctypes.addressof(self._entry)) == 0
+        else:
+            took = self._fits_in_python()
+        if took:
+            self.exec.taken |= self._untried
+            self._untried = set()
+        return took
+
+    def _fits_in_python(self) -> bool:
+        with self.exec.lock:
+            self.exec.state.held = 0
+            try:
+                for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
+                    if node.kind == KERNEL:
+                        self.exec.set(i, setting.params, self._content(node, setting))
+            except DriverError:
+                return False
+        return True
+
+
+def _places(
+    nodes: Sequence[NodeRecord], entry: int, n: int, n_slots: int
+) -> tuple[list[int], list[int], int]:
+    """Where the parameters of each node begin, and the struct that the driver takes; bytes of all. What comes
+    first are the entry, the settings and the slots."""
+    at = entry + ctypes.sizeof(SettingEntry) * n + ctypes.sizeof(SlotEntry) * n_slots
+    structs = []
+    for node in nodes:
+        structs.append(at)
+        at += _struct_bytes(node)
+    params = []
+    for node in nodes:
+        at = -(-at // 64) * 64 if len(node.params) >= 64 else at
+        params.append(at)
+        at += max(len(node.params), 8)
+    return params, structs, -(-at // 8) * 8
+
+
+def _struct_bytes(node: NodeRecord) -> int:
+    """A kernel's struct, and the list of its parameters."""
+    if node.kind != "kernel":
+        return 0
+    return ctypes.sizeof(KernelParams) + 8 * (
+        max(_pointers(node), 1) if node.header[-1][0] == "params" else 6
+    )
+
+
+def _pointers(node: NodeRecord) -> int:
+    """Parameters that a kernel's struct points to one by one."""
+    return len(node.header[-1][1]) if node.kind == "kernel" and node.header[-1][0] == "params" else 0
+
+
+def _move(params: KernelParams, count: int, by: int) -> None:
+    """Have a struct that was copied, with all that it points to, point to the copies.
+
+    Args:
+        count: see `_pointers`.
+    """
+    if params.extra:
+        params.extra += by
+        words = (ctypes.c_uint64 * 4).from_address(params.extra)
+        words[1], words[3] = words[1] + by, words[3] + by
+        return
+    params.kernel_params += by
+    table = (ctypes.c_uint64 * count).from_address(params.kernel_params)
+    table[:] = [pointer + by for pointer in table]
+
+
+# A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
+# else that is done for a node.
+_KERNEL_PARAMS = "=Q7I4x4Q"
+
+
+def _struct(memory: memoryview, node: NodeRecord, base: int, params: int, place: int) -> int:
+    """Make the struct that the setter takes; returns its address.
+
+    Args:
+        memory: it begins at the address `base`; `params` and `place` are counted from there.
+    """
+    params += base
+    if node.kind != "kernel":
+        return params
+    function, grid, block, shared, ctx, passing = node.header
+    behind = base + place + ctypes.sizeof(KernelParams)
+    if passing[0] == "params":
+        pointers = behind, 0
+        table = [params + offset for offset in passing[1]]
+    else:  # CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, the end, and the size itself
+        pointers = 0, behind
+        table = [1, params, 2, behind + 40, 0, len(node.params)]
+    form = f"{_KERNEL_PARAMS}{len(table)}Q"
+    struct.pack_into(form, memory, place, function, *grid, *block, shared, *pointers, 0, ctx, *table)
+    return base + place
+
+
+def _end(slots: Sequence[Slot], at: int, node: int) -> int:
+    while at < len(slots) and slots[at].node == node:
+        at += 1
+    return at

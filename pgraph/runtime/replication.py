@@ -1,0 +1,134 @@
+"""Which specializations get an exec for each set of addresses that takes turns.
+
+See Note [An exec for each layer] in `pgraph.drivers.turns`. A replica takes memory of the device, and gains
+nothing where the device sets the pace. So what launches find is watched for a while, and there are replicas
+if all of these hold:
+
+* launches have set several nodes each (`FEW`), again and again;
+* most of the launches found addresses that others of them had found, all of them, and there are not too many
+  such sets (`MOST`);
+* at most of these launches the device had done all that was asked of it before;
+* the execs of all partitions take no more than a part of what captures may take (`SHARE`), these included.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pgraph.drivers.execs import Recipe
+from pgraph.drivers.interface import Driver, Passed
+from pgraph.errors import DriverError
+from pgraph.text import amount
+
+__all__ = ["FEW", "MOST", "SHARE", "Replication"]
+
+log = logging.getLogger(__name__)
+
+FEW: Final = 4
+"""Nodes: a launch that sets fewer is left alone."""
+
+MOST: Final = 128
+"""Sets of addresses that may take turns."""
+
+SHARE: Final = 1 / 2
+"""Of the memory that captures may take."""
+
+NODE_BYTES: Final = 3500  # as `pgraph.runtime.holdings`
+EXEC_BYTES: Final = 75 << 10
+"""What an exec takes on a device beside its nodes (H200, driver 580)."""
+
+_BEGIN = 8  # launches that set several nodes, before any is watched
+_LOOKS = (24, 72, 216, 512)  # watched launches after which is looked at what they found
+_REPEATED = 3 / 4  # of the launches that found what others did
+_ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
+
+
+class Replication:
+    """Of one specialization. Called by one thread at a time.
+
+    Args:
+        name: of the partition.
+        recipes: of its chunks, with the number of each one's nodes.
+        driver: makes replicas.
+
+    Attributes:
+        over: it was decided.
+        nbytes: of the device's memory that replicas count for.
+        exec_bytes: as it was measured.
+        recipe_bytes: of the host's memory.
+    """
+
+    def __init__(self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver) -> None:
+        self._name = name
+        self._recipes = tuple(recipes)
+        self._driver = driver
+        self._launches = self._waited = 0
+        self._rows: list[list[bytes]] = [[] for _ in recipes]
+        self._passed: Passed | None = None
+        self.over = False
+        self.nbytes = self.exec_bytes = self.recipe_bytes = 0
+
+    def moved(self, room: Callable[[], int]) -> None:
+        """A launch has set several nodes.
+
+        Args:
+            room: tells how many bytes of the device's memory replicas may take now.
+        """
+        self._launches += 1
+        watched = self._launches - _BEGIN
+        if watched > 0:
+            # What was asked for before this launch is done by now: the device waits for the host.
+            self._waited += self._passed is None or self._passed()
+        if watched >= 0:
+            self._passed = self._driver.mark()
+        if watched in _LOOKS:
+            self._keep_rows()
+            self._decide(room, last=watched == _LOOKS[-1])
+        if watched in (0, *_LOOKS) and not self.over:
+            for recipe, _ in self._recipes:
+                recipe.watch(_LOOKS[-1])
+
+    def _keep_rows(self) -> None:
+        for rows, (recipe, _) in zip(self._rows, self._recipes, strict=True):
+            rows.extend(recipe.watched())
+
+    def _decide(self, room: Callable[[], int], last: bool) -> None:
+        sets = [_in_turn(rows) for rows in self._rows]
+        planned = sum(
+            (count - 1) * (NODE_BYTES * nodes + EXEC_BYTES)
+            for count, (_, nodes) in zip(sets, self._recipes, strict=True)
+        )
+        host_sets_pace = 2 * self._waited > self._launches - _BEGIN
+        if planned and host_sets_pace and planned <= room():
+            self._replicate(sets)
+            self.over = True
+        elif last:
+            self.over = True
+        if self.over:
+            self._recipes, self._rows, self._passed = (), [], None
+
+    def _replicate(self, sets: Sequence[int]) -> None:
+        for count, (recipe, nodes) in zip(sets, self._recipes, strict=True):
+            if count == 1:
+                continue
+            try:
+                others = [self._driver.replica(recipe) for _ in range(count - 1)]
+            except DriverError as e:
+                log.info("%s: no further execs: %s", self._name, e)
+                return
+            recipe.take_turns(others)
+            self.nbytes += len(others) * (NODE_BYTES * nodes + EXEC_BYTES)
+            self.exec_bytes += sum(other.exec.nbytes for other in others)
+            self.recipe_bytes += sum(other.nbytes for other in others)
+        log.info("%s: %s take turns", self._name, amount(max(sets), "exec"))
+
+
+def _in_turn(rows: Sequence[bytes]) -> int:
+    """How many sets of addresses take turns; 1 if no such number is known."""
+    counts = [count for count in Counter(rows).values() if count > 1]
+    many = sum(counts) >= _REPEATED * len(rows)
+    rounds = len(rows) >= _ROUNDS * len(counts)
+    return len(counts) if many and rounds and 1 < len(counts) <= MOST else 1

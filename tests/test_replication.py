@@ -1,0 +1,236 @@
+"""Execs that take turns (Note [An exec for each layer]): who gets them, and what they launch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import host, same
+from torch import Tensor, nn
+
+import pgraph
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.errors import DriverError
+from pgraph.runtime import registry, replication
+from pgraph.runtime.replication import MOST, Replication
+
+LAYERS = 5
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches find free memory in an order, as a device's allocator gives it."""
+    pool: dict[int, list[Tensor]] = {}
+
+    def uses(tensor: Tensor) -> int:
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    alone = uses(torch.empty(1))
+
+    def empty_strided(self: HostDriver, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        nbytes = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+        mine = pool.setdefault(nbytes, [])
+        free = next((base for base in mine if uses(base) == alone), None)
+        if free is None:
+            mine.append(free := torch.empty(nbytes, dtype=torch.uint8))
+        return torch.empty(0, dtype=dtype).set_(free.untyped_storage(), 0, size, stride)
+
+    monkeypatch.setattr(HostDriver, "empty_strided", empty_strided)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+def layers(n: int = LAYERS, **options: Any) -> tuple[list[Layer], Callable[[Tensor], Tensor]]:
+    """Layers that share their code, compiled one by one; and all of them, one after the other."""
+    torch.manual_seed(0)
+    made = [Layer() for _ in range(n)]
+    compiled = [host(layer, **options) for layer in made]
+
+    def run(x: Tensor) -> Tensor:
+        for layer in compiled:
+            x = layer(x)
+        return x
+
+    return made, run
+
+
+def execs() -> list[int]:
+    """How many execs serve each capture."""
+    live = [p for p in registry.live_capturable() if p.template() is not None]
+    built = [s.built for p in live for s in p.specializations() if s.built is not None]
+    return [1 + len(r._others) for b in built for r in b.recipes]
+
+
+def step(made: list[Layer], run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Forward and backward, compared with eager."""
+    results = []
+    for fn in (run, nn.Sequential(*made)):
+        y = fn(x)
+        parameters = [p for layer in made for p in layer.parameters()]
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), parameters)])
+    same(*results)
+
+
+def test_each_layer_gets_an_exec_in_training(places: None) -> None:
+    made, run = layers()
+    kept = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
+    for count in range(60):
+        step(made, run, kept[count % 3])
+    assert min(execs()) >= LAYERS
+    assert pgraph.report().captures == 2
+
+
+def test_parameters_that_alternate_are_set_no_more(places: None) -> None:
+    """All addresses of a layer are the same at each call: its exec's nodes are set once."""
+    weights = [[torch.randn(8, 8) for _ in range(4)] for _ in range(LAYERS)]
+    held: list[Tensor] = [torch.empty(8, 8) for _ in weights]
+
+    def fn(x: Tensor, ws: list[Tensor], out: Tensor) -> None:
+        for w in ws:
+            x = torch.tanh(x @ w)
+        out.copy_(x)
+
+    compiled, x = host(fn), torch.randn(8, 8)
+    gone: list[float] = []
+    for _ in range(30):
+        before = pgraph.report()
+        for ws, out in zip(weights, held, strict=True):
+            compiled(x, ws, out)
+            want = torch.empty(8, 8)
+            fn(x, ws, want)
+            torch.testing.assert_close(out, want)
+        after = pgraph.report()
+        gone.append((after.rewritten_nodes - before.rewritten_nodes) / LAYERS)
+    (there,) = execs()
+    assert there == LAYERS
+    assert gone[4] > 4
+    assert gone[-1] == 0
+
+
+class Recipes:
+    """A recipe that keeps what it is told, for `Replication` alone."""
+
+    nbytes = 100
+    exec = type("Exec", (), {"nbytes": 7})()
+
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+        self.room = 0
+        self.others: list[Any] = []
+
+    def launch(self, row: int) -> None:
+        if len(self.rows) < self.room:
+            self.rows.append(bytes([row % 256, row // 256]))
+
+    def watch(self, launches: int) -> None:
+        self.rows, self.room = [], launches
+
+    def watched(self) -> list[bytes]:
+        self.room = 0
+        return self.rows
+
+    def take_turns(self, others: list[Any]) -> None:
+        self.others = others
+
+
+class Driver:
+    """Makes replicas; says that the device waits for the host, or that it does not."""
+
+    def __init__(self, waits: bool | None = True, most: int = 1000) -> None:
+        self.waits, self.most, self.made = waits, most, 0
+
+    def mark(self) -> Any:
+        return None if self.waits is None else lambda: self.waits
+
+    def replica(self, recipe: Any) -> Any:
+        self.made += 1
+        if self.made > self.most:
+            raise DriverError("out of memory")
+        return Recipes()
+
+
+def told(found: Callable[[int], int], driver: Any = None, room: int = 1 << 30) -> tuple[Replication, Recipes]:
+    """What is decided after up to 600 launches."""
+    recipe = Recipes()
+    made = Replication("p", [(recipe, 10)], driver or Driver())  # type: ignore[list-item]
+    for count in range(600):
+        recipe.launch(found(count))
+        if not made.over:
+            made.moved(lambda: room)
+    return made, recipe
+
+
+@pytest.mark.parametrize("n", [2, 6, 80, MOST])
+@pytest.mark.parametrize("waits", [True, None])
+def test_as_many_execs_as_sets_of_addresses(n: int, waits: bool | None) -> None:
+    made, recipe = told(lambda count: count % n, Driver(waits))
+    assert made.over
+    assert len(recipe.others) == n - 1
+    assert made.nbytes == (n - 1) * (10 * replication.NODE_BYTES + replication.EXEC_BYTES)
+    assert (made.exec_bytes, made.recipe_bytes) == ((n - 1) * 7, (n - 1) * 100)
+
+
+@pytest.mark.parametrize(
+    ("found", "settings"),
+    [
+        (lambda count: count, {}),
+        (lambda count: 0, {}),
+        (lambda count: count % (MOST + 1), {}),
+        (lambda count: count % 6 if count % 3 else count + 10, {}),
+        (lambda count: count % 6, {"driver": Driver(waits=False)}),
+        (lambda count: count % 6, {"room": 5 * (10 * replication.NODE_BYTES + replication.EXEC_BYTES) - 1}),
+        (lambda count: count % 6, {"driver": Driver(most=2)}),
+    ],
+    ids=["new-ones", "one", "too-many", "many-new", "device-sets-pace", "no-room", "no-memory"],
+)
+def test_no_further_exec(found: Callable[[int], int], settings: dict[str, Any]) -> None:
+    made, recipe = told(found, **settings)
+    assert made.over
+    assert recipe.others == []
+    assert made.nbytes == 0
+
+
+def test_a_few_new_ones_do_no_harm() -> None:
+    """The first layer's input is new at each step."""
+    _, recipe = told(lambda count: count % 6 if count % 6 else 1000 + count)
+    assert len(recipe.others) == 4
+
+
+def test_replicas_go_with_their_capture(monkeypatch: pytest.MonkeyPatch, places: None) -> None:
+    made: list[weakref.ref[Any]] = []
+    real = HostDriver.replica
+
+    def replica(self: HostDriver, recipe: Any) -> Any:
+        found = real(self, recipe)
+        made.append(weakref.ref(found.exec))
+        return found
+
+    monkeypatch.setattr(HostDriver, "replica", replica)
+    weights = [torch.randn(8, 8) for _ in range(4)]
+
+    def fn(w: Tensor) -> Tensor:
+        return w @ w + w.sin() + w.cos() + w.tanh() + w.relu() + w.neg()
+
+    compiled = host(fn)
+    for count in range(60):
+        torch.testing.assert_close(compiled(weights[count % 4]), fn(weights[count % 4]))
+    assert len(made) >= 3
+    held = pgraph.report().exec_bytes
+    gc.disable()
+    try:
+        pgraph.reset()
+        assert not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
+    assert held > pgraph.report().exec_bytes == 0
