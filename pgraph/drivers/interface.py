@@ -1,7 +1,6 @@
 """What pgraph asks of a driver. Everything above this interface is device-free.
 
-Two drivers implement it: `pgraph.drivers.cuda` (real graphs) and `pgraph.drivers.host` (the same
-rules on a CPU). A capture goes
+It is implemented by `pgraph.drivers.cuda`, and by `pgraph.drivers.host` on a CPU. A capture goes
 
     with driver.capture_lock(), driver.arena(0) as arena, driver.capture(arena) as session:
         ...ops run through `session.run_op`, allocations through `arena.empty_strided`...
@@ -254,11 +253,7 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     def replica(self, recipe: Recipe) -> Recipe:
-        """A recipe that does the same, with an exec of its own (Note [An exec for each layer]).
-
-        Raises:
-            DriverError: the device has no room for it.
-        """
+        """One that does the same, with an exec of its own; a `DriverError` if there is no room for it."""
 
     @abc.abstractmethod
     def framework_ranges(self) -> RangeMap | None:
@@ -382,7 +377,7 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions in a namespace for the duration of the block, for this thread only.
+    """Replace functions in a namespace within the block, for this thread only.
 
     Note [Other threads run on]
     The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of

@@ -7,8 +7,7 @@ launched for ever; or refused, or set aside after a trial, and run uncaptured wi
 Where one op is at fault, the partition is split around it instead (`pgraph.compiler.resplit`), and its
 pieces run in its place from then on.
 
-Nothing is lost on the way: a capture runs nothing, so the call that was to be captured can always
-run uncaptured instead.
+Nothing is lost on the way: a capture runs nothing, so its call can always run uncaptured instead.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ from pgraph.launch.interpreter import Launched
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, statistics, trial, trimming
+from pgraph.runtime import observe, registry, replication, statistics, trial, trimming
 from pgraph.runtime.admission import Admission, Code
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.failures import LaunchFailure, launch_failed
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed
-from pgraph.runtime.replication import FEW
 from pgraph.runtime.sizes import Dimension, Sizes
 from pgraph.runtime.specialization import Specialization
 from pgraph.template.template import Template
@@ -126,8 +124,7 @@ class PartitionRunner:
         if launched is None and failed is None:
             specialization = None if self._cache.rests() else self.admission.choose(args)
             self.admission.resolve()
-            instead = self._instead
-            if instead is not None:
+            if (instead := self._instead) is not None:
                 return instead(args)
             if specialization is not None and specialization.launches_next:
                 captured = self._cache.captured_as(specialization)
@@ -151,7 +148,7 @@ class PartitionRunner:
                 self._cache.launched(captured.specializations[index])
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
-        if rewritten >= FEW:
+        if rewritten >= replication.FEW:
             self._cache.moved(captured.specializations[index])
         return results
 
@@ -198,9 +195,9 @@ class PartitionRunner:
         def launch(args: list[Any]) -> Launched | None:
             return captured.launch(args) or captured.in_python(args)
 
-        if not compat.profiling():
-            return launch(args)
-        return in_range("launch", self._label, launch, args) if captured.find(args) else None
+        if compat.profiling():
+            return in_range("launch", self._label, launch, args) if captured.find(args) else None
+        return launch(args)
 
     def _failed(self, captured: Captured, error: Exception) -> LaunchFailure:
         """A launch failed: run uncaptured, and from now on if it was not for want of memory.
