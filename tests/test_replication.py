@@ -160,11 +160,13 @@ class Driver:
         return Recipes()
 
 
-def told(found: Callable[[int], int], driver: Any = None, room: int = 1 << 30) -> tuple[Replication, Recipes]:
-    """What is decided after up to 600 launches."""
+def told(
+    found: Callable[[int], int], driver: Any = None, room: int = 1 << 30, launches: int = 600
+) -> tuple[Replication, Recipes]:
+    """What is decided after so many launches."""
     recipe = Recipes()
     made = Replication("p", [(recipe, 10)], driver or Driver())  # type: ignore[list-item]
-    for count in range(600):
+    for count in range(launches):
         recipe.launch(found(count))
         if not made.over:
             made.moved(lambda: room)
@@ -205,6 +207,12 @@ def test_a_few_new_ones_do_no_harm() -> None:
     """The first layer's input is new at each step."""
     _, recipe = told(lambda count: count % 6 if count % 6 else 1000 + count)
     assert len(recipe.others) == 4
+
+
+def test_what_launches_found_at_first_does_not_count() -> None:
+    """Addresses that were new at each launch for a while, as before memory has settled."""
+    _, recipe = told(lambda count: 1000 + count if count < 60 else count % 6, launches=60 + 8 + 2 * 24)
+    assert len(recipe.others) == 5
 
 
 def test_replicas_go_with_their_capture(monkeypatch: pytest.MonkeyPatch, places: None) -> None:

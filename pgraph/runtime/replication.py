@@ -5,8 +5,8 @@ nothing where the device sets the pace. So what launches find is watched for a w
 if all of these hold:
 
 * launches have set several nodes each (`FEW`), again and again;
-* most of the launches found addresses that others of them had found, all of them, and there are not too many
-  such sets (`MOST`);
+* most of the last launches found addresses that others of them had found, all of them, and there are not too
+  many such sets (`MOST`);
 * at most of these launches the device had done all that was asked of it before;
 * the execs of all partitions take no more than a part of what captures may take (`SHARE`), these included.
 """
@@ -41,7 +41,9 @@ EXEC_BYTES: Final = 75 << 10
 """What an exec takes on a device beside its nodes (H200, driver 580)."""
 
 _BEGIN = 8  # launches that set several nodes, before any is watched
-_LOOKS = (24, 72, 216, 512)  # watched launches after which is looked at what they found
+_LOOK = 24  # watched launches after which is looked at what they found, again and again
+_LAST = 512  # and after which no more are watched
+_WINDOWS = (24, 72, 216, 512)  # so many of the last ones: earlier ones may have found what never comes again
 _REPEATED = 3 / 4  # of the launches that found what others did
 _ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
 
@@ -84,31 +86,31 @@ class Replication:
             self._waited += self._passed is None or self._passed()
         if watched >= 0:
             self._passed = self._driver.mark()
-        if watched in _LOOKS:
+        if watched > 0 and watched % _LOOK == 0:
             self._keep_rows()
-            self._decide(room, last=watched == _LOOKS[-1])
-        if watched in (0, *_LOOKS) and not self.over:
+            self._decide(room)
+            self.over |= watched >= _LAST
+            self._waited = 0
+        if self.over:
+            self._recipes, self._rows, self._passed = (), [], None
+        elif watched >= 0 and watched % _LOOK == 0:
             for recipe, _ in self._recipes:
-                recipe.watch(_LOOKS[-1])
+                recipe.watch(_LAST)
 
     def _keep_rows(self) -> None:
         for rows, (recipe, _) in zip(self._rows, self._recipes, strict=True):
             rows.extend(recipe.watched())
 
-    def _decide(self, room: Callable[[], int], last: bool) -> None:
+    def _decide(self, room: Callable[[], int]) -> None:
         sets = [_in_turn(rows) for rows in self._rows]
         planned = sum(
             (count - 1) * (NODE_BYTES * nodes + EXEC_BYTES)
             for count, (_, nodes) in zip(sets, self._recipes, strict=True)
         )
-        host_sets_pace = 2 * self._waited > self._launches - _BEGIN
+        host_sets_pace = 2 * self._waited > _LOOK
         if planned and host_sets_pace and planned <= room():
             self._replicate(sets)
             self.over = True
-        elif last:
-            self.over = True
-        if self.over:
-            self._recipes, self._rows, self._passed = (), [], None
 
     def _replicate(self, sets: Sequence[int]) -> None:
         for count, (recipe, nodes) in zip(sets, self._recipes, strict=True):
@@ -128,7 +130,10 @@ class Replication:
 
 def _in_turn(rows: Sequence[bytes]) -> int:
     """How many sets of addresses take turns; 1 if no such number is known."""
-    counts = [count for count in Counter(rows).values() if count > 1]
-    many = sum(counts) >= _REPEATED * len(rows)
-    rounds = len(rows) >= _ROUNDS * len(counts)
-    return len(counts) if many and rounds and 1 < len(counts) <= MOST else 1
+    for window in _WINDOWS:
+        latest = rows[-window:]
+        counts = [count for count in Counter(latest).values() if count > 1]
+        many = sum(counts) >= _REPEATED * len(latest)
+        if many and 1 < len(counts) <= MOST and len(latest) >= _ROUNDS * len(counts):
+            return len(counts)
+    return 1
