@@ -215,6 +215,25 @@ def test_what_launches_found_at_first_does_not_count() -> None:
     assert len(recipe.others) == 5
 
 
+def test_a_launch_that_sets_few_of_its_nodes_does_not_count(places: None) -> None:
+    """Four of forty: the input that is new at each call."""
+    inputs = [torch.randn(8, 8) for _ in range(3)]
+
+    def fn(x: Tensor) -> Tensor:
+        y = x + x.sin() + x.cos() + x.exp()
+        for _ in range(36):
+            y = y.tanh()
+        return y
+
+    compiled = host(fn, codegen="aten")
+    for count in range(80):
+        torch.testing.assert_close(compiled(inputs[count % 3]), fn(inputs[count % 3]))
+    before = pgraph.report().rewritten_nodes
+    compiled(inputs[80 % 3])
+    assert pgraph.report().rewritten_nodes - before >= replication.FEW
+    assert execs() == [1]
+
+
 def test_replicas_go_with_their_capture(monkeypatch: pytest.MonkeyPatch, places: None) -> None:
     made: list[weakref.ref[Any]] = []
     real = HostDriver.replica

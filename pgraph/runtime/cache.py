@@ -147,10 +147,11 @@ class SpecializationCache:
         specialization.judged()
         self._renew()
 
-    def moved(self, specialization: Specialization) -> None:
+    def moved(self, specialization: Specialization, rewritten: int) -> None:
         """Note a launch that set several nodes (Note [An exec for each layer] in `pgraph.drivers.turns`)."""
         replication = specialization.replication
-        if (replication is not None and replication.over) or self._stats.met.varies:
+        decided = replication is not None and (replication.over or rewritten < replication.worth)
+        if decided or self._stats.met.varies:
             return
         with self.lock:
             built = specialization.built
@@ -161,6 +162,8 @@ class SpecializationCache:
                 recipes = [(r, c.last - c.first) for r, c in zip(built.recipes, chunks, strict=True)]
                 replication = Replication(self._stats.name, recipes, self._driver)
                 specialization.replication = replication
+            if rewritten < replication.worth:
+                return
             replication.moved(self._room_for_replicas)
             if replication.nbytes:
                 self._holdings.replicated(specialization)

@@ -149,7 +149,7 @@ class PartitionRunner:
         self.stats.launches += 1
         self.stats.rewritten_nodes += rewritten
         if rewritten >= replication.FEW:
-            self._cache.moved(captured.specializations[index])
+            self._cache.moved(captured.specializations[index], rewritten)
         return results
 
     def specializations(self) -> list[Specialization]:

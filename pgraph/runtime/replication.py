@@ -4,7 +4,7 @@ See Note [An exec for each layer] in `pgraph.drivers.turns`. A replica takes mem
 nothing where the device sets the pace. So what launches find is watched for a while, and there are replicas
 if all of these hold:
 
-* launches have set several nodes each (`FEW`), again and again;
+* launches have set several nodes each (`FEW`, and one in `PART` at least), again and again;
 * most of the last launches found addresses that others of them had found, all of them, and there are not too
   many such sets (`MOST`);
 * at most of these launches the device had done all that was asked of it before;
@@ -23,12 +23,15 @@ from pgraph.drivers.interface import Driver, Passed
 from pgraph.errors import DriverError
 from pgraph.text import amount
 
-__all__ = ["FEW", "MOST", "SHARE", "Replication"]
+__all__ = ["FEW", "MOST", "PART", "SHARE", "Replication"]
 
 log = logging.getLogger(__name__)
 
 FEW: Final = 4
 """Nodes: a launch that sets fewer is left alone."""
+
+PART: Final = 8
+"""A launch that sets fewer than one in so many of its nodes spends its time elsewhere."""
 
 MOST: Final = 128
 """Sets of addresses that may take turns."""
@@ -57,6 +60,7 @@ class Replication:
         driver: makes replicas.
 
     Attributes:
+        worth: nodes that a launch must set to count.
         over: it was decided.
         nbytes: of the device's memory that replicas count for.
         exec_bytes: as it was measured.
@@ -67,6 +71,7 @@ class Replication:
         self._name = name
         self._recipes = tuple(recipes)
         self._driver = driver
+        self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))
         self._launches = self._waited = 0
         self._rows: list[list[bytes]] = [[] for _ in recipes]
         self._passed: Passed | None = None
@@ -74,7 +79,7 @@ class Replication:
         self.nbytes = self.exec_bytes = self.recipe_bytes = 0
 
     def moved(self, room: Callable[[], int]) -> None:
-        """A launch has set several nodes.
+        """A launch has set as many nodes as count.
 
         Args:
             room: tells how many bytes of the device's memory replicas may take now.
