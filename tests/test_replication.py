@@ -16,6 +16,7 @@ import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import DriverError
 from pgraph.runtime import registry, replication
+from pgraph.runtime.budget import EXEC_BYTES, NODE_BYTES
 from pgraph.runtime.replication import MOST, Replication
 
 LAYERS = 5
@@ -179,7 +180,7 @@ def test_as_many_execs_as_sets_of_addresses(n: int, waits: bool | None) -> None:
     made, recipe = told(lambda count: count % n, Driver(waits))
     assert made.over
     assert len(recipe.others) == n - 1
-    assert made.nbytes == (n - 1) * (10 * replication.NODE_BYTES + replication.EXEC_BYTES)
+    assert made.nbytes == (n - 1) * (10 * NODE_BYTES + EXEC_BYTES)
     assert (made.exec_bytes, made.recipe_bytes) == ((n - 1) * 7, (n - 1) * 100)
 
 
@@ -191,7 +192,7 @@ def test_as_many_execs_as_sets_of_addresses(n: int, waits: bool | None) -> None:
         (lambda count: count % (MOST + 1), {}),
         (lambda count: count % 6 if count % 3 else count + 10, {}),
         (lambda count: count % 6, {"driver": Driver(waits=False)}),
-        (lambda count: count % 6, {"room": 5 * (10 * replication.NODE_BYTES + replication.EXEC_BYTES) - 1}),
+        (lambda count: count % 6, {"room": 5 * (10 * NODE_BYTES + EXEC_BYTES) - 1}),
         (lambda count: count % 6, {"driver": Driver(most=2)}),
     ],
     ids=["new-ones", "one", "too-many", "many-new", "device-sets-pace", "no-room", "no-memory"],

@@ -2,11 +2,11 @@
 
 Note [An exec for each layer]
 Layers that share their code share one exec, and each launch finds the addresses of another layer in it: all
-nodes are set anew, which takes the host longer than all else that a launch does (on an H200's host 1 us a
-node, beside 5 us to launch). So where the same sets of addresses come again and again, each gets an exec of
-its own (a replica), whose nodes then hardly ever change. Whose turn it is tell the addresses: first the one
-is asked that comes after the last one, since layers have an order, then all. None that fits holds nothing
-yet, or belongs to addresses that went out of use. Any of them would be right: a launch sets what differs.
+nodes are set anew. On an H200's host that took 1 us a node, beside 5 us to launch. So where the same sets of
+addresses come again and again, each gets an exec of its own (a replica), whose nodes then hardly ever change.
+The addresses tell whose turn it is: the exec that comes after the last one is asked first, since layers have
+an order, then all. If none has these addresses, one that holds nothing yet takes them, else the one that
+comes next. Any of them would be right: a launch sets what differs.
 
 A replica takes the device some kilobytes a node, so `pgraph.runtime.replication` decides who gets some.
 """
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 __all__ = ["SIMILAR", "Turn", "Turns"]
 
 SIMILAR: Final = 8
-"""A launch is for the exec that has all but one in so many of its addresses. As in `rebind.c`."""
+"""A launch is for the exec that has all but one in so many of its addresses. As in `rebind_turns.h`."""
 
 
 class Turn(Protocol):
@@ -34,7 +34,7 @@ class Turn(Protocol):
 
 
 class Turns:
-    """Which of several recipes that do the same serves a launch; the reference for `pg_turns` in `rebind.c`.
+    """Which of several recipes that do the same serves a launch; the reference for `pg_turns` in C.
 
     Args:
         room: launches of which the addresses are kept.

@@ -19,10 +19,19 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from pgraph.runtime.keeping import PATIENCE, Use
 
-__all__ = ["Budget", "Held", "Holder", "Memory", "limit_of"]
+__all__ = ["EXEC_BYTES", "NODE_BYTES", "Budget", "Held", "Holder", "Memory", "limit_of"]
 
 Memory = Literal["execs", "recipes"]
 """What takes it: of the device, or of the host."""
+
+NODE_BYTES: Final = 3500
+"""What a node of an exec takes on a device (H200, driver 580: 32 execs of 100 nodes take 11 MB).
+
+The driver takes memory in pieces of megabytes, so that most execs seem to take nothing and some too much.
+They count as what was measured or as their nodes, whichever is more."""
+
+EXEC_BYTES: Final = 75 << 10
+"""What an exec takes on a device beside its nodes (H200, driver 580)."""
 
 _LEAST: Final = 256 << 20
 _SHARE: Final = 100  # a hundredth of the device's memory

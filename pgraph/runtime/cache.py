@@ -17,10 +17,10 @@ from pgraph.launch.native import Addresses, native_addresses, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
-from pgraph.runtime.budget import Budget, Holder, Memory, limit_of
+from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, Memory, limit_of
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.economy import Economy, Purse
-from pgraph.runtime.holdings import NODE_BYTES, Group, Holdings
+from pgraph.runtime.holdings import Group, Holdings
 from pgraph.runtime.keeping import WAITING, Keeper, Use
 from pgraph.runtime.replication import SHARE, Replication
 from pgraph.runtime.sizes import Sizes

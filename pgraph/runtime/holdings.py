@@ -11,17 +11,11 @@ import dataclasses
 from typing import Final
 
 from pgraph.drivers.execs import ExecSet
-from pgraph.runtime.budget import Memory
+from pgraph.runtime.budget import NODE_BYTES, Memory
 from pgraph.runtime.keeping import Use
 from pgraph.runtime.specialization import Specialization
 
-__all__ = ["NODE_BYTES", "RECIPE_BYTES", "Group", "Holdings"]
-
-NODE_BYTES: Final = 3500
-"""What a node of an exec takes on a device (H200, driver 580: 32 execs of 100 nodes take 11 MB).
-
-The driver takes memory in pieces of megabytes, so that most execs seem to take nothing and some too much.
-They count as what was measured or as their nodes, whichever is more."""
+__all__ = ["RECIPE_BYTES", "Group", "Holdings"]
 
 RECIPE_BYTES: Final = 1000
 """What a node of a specialization takes on the host beside its recipe: template, plan and launch program

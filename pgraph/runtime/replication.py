@@ -21,6 +21,7 @@ from typing import Final
 from pgraph.drivers.execs import Recipe
 from pgraph.drivers.interface import Driver, Passed
 from pgraph.errors import DriverError
+from pgraph.runtime.budget import EXEC_BYTES, NODE_BYTES
 from pgraph.text import amount
 
 __all__ = ["FEW", "MOST", "PART", "SHARE", "Replication"]
@@ -38,10 +39,6 @@ MOST: Final = 128
 
 SHARE: Final = 1 / 2
 """Of the memory that captures may take."""
-
-NODE_BYTES: Final = 3500  # as `pgraph.runtime.holdings`
-EXEC_BYTES: Final = 75 << 10
-"""What an exec takes on a device beside its nodes (H200, driver 580)."""
 
 _BEGIN = 8  # launches that set several nodes, before any is watched
 _LOOK = 24  # watched launches after which is looked at what they found, again and again
