@@ -45,7 +45,7 @@ GROUP = 10  # calls between two drains
 GROUPS, FEWEST = 30, 3
 SLOW_US = 5000.0
 SETS = 211
-PRIMES = (2, 3, 5, 7)  # tensors of each input: that many take turns
+PRIMES = (2, 3, 5, 7)  # tensors of each input but the first, which has one in each set
 
 Call = Callable[[Sequence[Tensor]], Any]
 
@@ -79,8 +79,10 @@ class Work:
         first = [torch.randn(64, device=device) for _ in range(inputs)]
         others = -(-inputs * changed // 100)
         pools = [
-            [tensor, *(torch.randn(64, device=device) for _ in range(PRIMES[i % len(PRIMES)] - 1))]
-            for i, tensor in enumerate(first[:others])
+            [tensor, *(torch.randn(64, device=device) for _ in range(many - 1))]
+            for tensor, many in zip(
+                first[:others], itertools.chain([SETS], itertools.cycle(PRIMES)), strict=False
+            )
         ]
         turns = range(SETS if changed else 1)
         self.sets = [[*(pool[turn % len(pool)] for pool in pools), *first[others:]] for turn in turns]

@@ -204,6 +204,24 @@ def test_no_further_exec(found: Callable[[int], int], settings: dict[str, Any]) 
     assert made.nbytes == 0
 
 
+@pytest.mark.parametrize("where", ["mark", "passed", "replica"])
+def test_what_goes_wrong_is_told_and_costs_no_result(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The launch has run by then: its results must not be lost."""
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("not now")
+
+    driver = Driver()
+    if where == "passed":
+        driver.mark = lambda: fail  # type: ignore[method-assign]
+    else:
+        setattr(driver, where, fail)
+    made, recipe = told(lambda count: count % 6, driver)
+    assert made.over
+    assert recipe.others == []
+    assert caplog.messages == ["p gets no further execs: RuntimeError: not now"]
+
+
 def test_a_few_new_ones_do_no_harm() -> None:
     """The first layer's input is new at each step."""
     _, recipe = told(lambda count: count % 6 if count % 6 else 1000 + count)

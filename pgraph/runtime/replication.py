@@ -76,11 +76,20 @@ class Replication:
         self.nbytes = self.exec_bytes = self.recipe_bytes = 0
 
     def moved(self, room: Callable[[], int]) -> None:
-        """A launch has set as many nodes as count.
+        """A launch has set as many nodes as count. It has its results: whatever goes wrong here is only told.
 
         Args:
             room: tells how many bytes of the device's memory replicas may take now.
         """
+        try:
+            self._moved(room)
+        except Exception as e:
+            log.warning("%s gets no further execs: %s: %s", self._name, type(e).__name__, e)
+            self.over = True
+        if self.over:
+            self._recipes, self._rows, self._passed = (), [], None
+
+    def _moved(self, room: Callable[[], int]) -> None:
         self._launches += 1
         watched = self._launches - _BEGIN
         if watched > 0:
@@ -93,9 +102,7 @@ class Replication:
             self._decide(room)
             self.over |= watched >= _LAST
             self._waited = 0
-        if self.over:
-            self._recipes, self._rows, self._passed = (), [], None
-        elif watched >= 0 and watched % _LOOK == 0:
+        if watched >= 0 and watched % _LOOK == 0 and not self.over:
             for recipe, _ in self._recipes:
                 recipe.watch(_LAST)
 
