@@ -5,8 +5,9 @@ Not a program: `sizes_worker.py` imports it.
 Note [Right against Inductor]: wrong numbers of a backend that rebinds addresses come when sizes change. So
 some calls of the timed sequence itself are looked at: what they were given and what they gave is kept on the
 host, the clock stopped. At the end all compiled code is dropped, and the reference computes the same again.
-It is Inductor; for Inductor's own rows, and on a CPU, it is the uncompiled model. Gradients that are little
-else than rounding (keys', where attention is even) may be twice as far off as the uncompiled model's.
+It is Inductor; for Inductor's own rows, and on a CPU, it is the uncompiled model, in training in float32.
+Gradients that are little else than rounding (keys', where attention is even) may be twice as far off as the
+uncompiled model's.
 """
 
 from __future__ import annotations

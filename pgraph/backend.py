@@ -160,7 +160,7 @@ def _aten(
         def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
             clone_from_own_start(graph, compat.unwrap_mutations(graph))
             if kind == "inference":
-                constants.on_device(graph)
+                constants.on_device(graph, by_inductor=False)
             driver = choice.choose(options.driver, graph)
             return compile_partitions(graph, inputs, Context(driver, options, kind, _compile_aten, origin))
 
@@ -177,7 +177,7 @@ def _aten(
 
 def _partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """A training graph as forward and backward, with nothing saved on the CPU that depends on nothing."""
-    constants.on_device(joint)
+    constants.on_device(joint, by_inductor=False)
     return compat.partition_joint(joint, *args, **kwargs)
 
 

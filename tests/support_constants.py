@@ -71,11 +71,12 @@ def partitions(gm: GraphModule) -> list[Partition]:
 
 def compiled(
     fn: Callable[..., Any],
-    *inputs: Tensor,
+    *inputs: Any,
     patch: pytest.MonkeyPatch,
     partition: str = "aten",
     dynamic: bool = False,
     cured: bool = True,
+    by_inductor: bool = True,
 ) -> Compiled:
     """The graphs of `fn` for inputs like these on the device; with their backward where they need one."""
     # A tensor on `meta` would forget its numbers.
@@ -85,7 +86,7 @@ def compiled(
     def change(gm: GraphModule) -> None:
         found.before += [r for partition in partitions(gm) for r in partition.reasons]
         if cured:
-            constants.on_device(gm, DEVICE)
+            constants.on_device(gm, DEVICE, by_inductor=by_inductor)
 
     def keep(gm: GraphModule, inputs: Any) -> Any:
         found.graphs.append(gm)
@@ -111,9 +112,16 @@ def compiled(
     def stop(*args: Any) -> Any:
         raise _Compiled
 
-    given = [x.detach().to(DEVICE).requires_grad_(x.requires_grad) for x in inputs]
+    given = [_there(x) for x in inputs]
     run = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with eagerly, contextlib.suppress(_Compiled):
         run(*given)
     return found
+
+
+def _there(x: Any) -> Any:
+    """Like `x`, on the device; scalars and what is no tensor stay."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        return x
+    return x.detach().to(DEVICE).requires_grad_(x.requires_grad)

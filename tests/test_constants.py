@@ -186,8 +186,8 @@ def test_what_is_no_constant_of_the_devices(
 
 def test_an_input_on_the_cpu_is_no_constant() -> None:
     bench = Bench()
-    x, scale = bench.tensor(4), bench.tensor(device="cpu")
-    gm = bench.module(bench.call(aten.mul.Tensor, x, bench.call(aten.add.Tensor, scale, 1)))
+    x, scale = bench.tensor(4), bench.tensor(1, device="cpu")
+    gm = bench.module(bench.call(aten.mul.Tensor, x, bench.call(aten.add.Tensor, scale, 1), like=x))
     before = gm.code
     constants.on_device(gm)
     assert gm.code == before

@@ -198,4 +198,7 @@ DRAWS_NOTHING: Final = MappingProxyType(
     }
 )
 
+# Copies scalars of the CPU to the device, at each call (`pgraph.rewrites.scalars`).
+NUMBERS_OP: Final = "pgraph::numbers_on_device"
+
 OPAQUE_TYPES: Final = frozenset({"FakeScriptObject", "FakeOpaqueObject"})

@@ -29,6 +29,7 @@ from pgraph.ops.fx import (
     why,
 )
 from pgraph.reasons import Reason
+from pgraph.text import amount
 
 __all__ = [
     "bool_index",
@@ -161,6 +162,12 @@ def other_device(node: Node, device_type: str) -> Reason | None:
     # Metadata questions are answered by the host, wherever the tensor lives.
     if name in METADATA_OPS:
         return None
+    if name == op_names.NUMBERS_OP:
+        sentence = (
+            f"{amount(len(node.all_input_nodes), 'number')} on the CPU, such as Python floats that may vary"
+        )
+        fix = "compile without dynamic=True where floats never change, or pass tensors on the device"
+        return why(node, "cpu-scalar", f"{sentence}, are copied to the device at each call", fix)
     # Attention without dropout leaves its unused seed and offset on the CPU; nobody reads them.
     unused_seed = name in op_names.ATTENTION_OPS and argument(node, "dropout_p") in (0, 0.0)
     for source, value in _tensors(node):

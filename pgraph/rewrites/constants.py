@@ -1,4 +1,4 @@
-"""Constants that a program makes on the CPU, made on the device instead: no copy at run time.
+"""What a program makes on the CPU, made on the device instead: no copy at run time, or one.
 
 `on_device` changes an ATen graph before it is partitioned into forward and backward, and before it is cut:
 
@@ -8,6 +8,7 @@ a value on the CPU that depends on ...     becomes, where an op on the device ta
 nothing; one number throughout             a Python number, or `aten.full` on the device
 nothing; different numbers                 a tensor on the device that the code holds, copied when used
 sizes that vary, whole numbers only        the same ops on the device (`pgraph.rewrites.moving`)
+scalars that the call brings               copied to the device, all at once (`pgraph.rewrites.scalars`)
 anything else                              what it is: it stays outside, with its reason
 =========================================  =========================================================
 
@@ -34,7 +35,7 @@ from torch.fx.node import map_arg
 
 from pgraph import compat
 from pgraph.ops.fx import is_getitem, output_values, symbols
-from pgraph.rewrites import moving
+from pgraph.rewrites import moving, scalars
 from pgraph.rewrites.moving import is_on, meta_of, there
 from pgraph.rewrites.operands import COPIES, PLAIN_TYPES, by_number, is_copied, is_pure, replaced
 
@@ -51,12 +52,13 @@ They are held as long as the code lives. A mask or table of positions for 1,024 
 _aten = torch.ops.aten
 
 
-def on_device(gm: GraphModule, device_type: str = "cuda") -> None:
-    """Replace what ops on the device take from the CPU, where it depends on no input.
+def on_device(gm: GraphModule, device_type: str = "cuda", *, by_inductor: bool = True) -> None:
+    """Replace what ops on the device take from the CPU, where it depends on no input but scalars.
 
     Args:
         gm: an ATen graph with ``meta["val"]``, joint or not; it is changed.
         device_type: graphs with tensors on no such device, or on several, are left as they are.
+        by_inductor: Inductor makes the code; else the ops run as they are.
     """
     devices = {
         value.device
@@ -71,7 +73,8 @@ def on_device(gm: GraphModule, device_type: str = "cuda") -> None:
     with compat.real_values():
         folding.run()
         moved = moving.move(gm.graph, device)
-    if not (folding.folded or moved):
+        taken = scalars.take_along(gm, device, by_inductor=by_inductor)
+    if not (folding.folded or moved or taken):
         return
     gm.recompile()
     if folding.folded:
@@ -83,6 +86,8 @@ def on_device(gm: GraphModule, device_type: str = "cuda") -> None:
         )
     if moved:
         log.info("ops on the CPU that depend on sizes only: %d moved to %s", moved, device)
+    if taken:
+        log.info("scalars on the CPU that calls bring: %d copied to %s at each call", taken, device)
 
 
 @dataclasses.dataclass(slots=True)

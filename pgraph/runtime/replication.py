@@ -5,8 +5,8 @@ nothing where the device sets the pace. So what launches find is watched for a w
 if all of these hold:
 
 * launches have set several nodes each (`FEW`, and one in `PART` at least), again and again;
-* most of the last launches found addresses that others of them had found, all of them, and there are not too
-  many such sets (`MOST`);
+* most of the last launches found addresses that were nearly all an earlier one's, and there are not too many
+  such sets (`MOST`): small tensors wander about in the allocator's memory, and an input may be new each time;
 * at most of these launches the device had done all that was asked of it before;
 * the execs of all partitions take no more than a part of what captures may take (`SHARE`), these included.
 """
@@ -18,8 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
+
 from pgraph.drivers.execs import Recipe
 from pgraph.drivers.interface import Driver, Passed
+from pgraph.drivers.turns import SIMILAR
 from pgraph.errors import DriverError
 from pgraph.runtime.budget import EXEC_BYTES, NODE_BYTES
 from pgraph.text import amount
@@ -44,7 +47,7 @@ _BEGIN = 8  # launches that set several nodes, before any is watched
 _LOOK = 24  # watched launches after which is looked at what they found, again and again
 _LAST = 512  # and after which no more are watched
 _WINDOWS = (24, 72, 216, 512)  # so many of the last ones: earlier ones may have found what never comes again
-_REPEATED = 3 / 4  # of the launches that found what others did
+_REPEATED = 3 / 4  # of the launches that found what others did, nearly
 _ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
 
 
@@ -70,7 +73,7 @@ class Replication:
         self._driver = driver
         self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))
         self._launches = self._waited = 0
-        self._rows: list[list[bytes]] = [[] for _ in recipes]
+        self._sets = [_Sets() for _ in recipes]
         self._passed: Passed | None = None
         self.over = False
         self.nbytes = self.exec_bytes = self.recipe_bytes = 0
@@ -87,7 +90,7 @@ class Replication:
             log.warning("%s gets no further execs: %s: %s", self._name, type(e).__name__, e)
             self.over = True
         if self.over:
-            self._recipes, self._rows, self._passed = (), [], None
+            self._recipes, self._sets, self._passed = (), [], None
 
     def _moved(self, room: Callable[[], int]) -> None:
         self._launches += 1
@@ -98,7 +101,8 @@ class Replication:
         if watched >= 0:
             self._passed = self._driver.mark()
         if watched > 0 and watched % _LOOK == 0:
-            self._keep_rows()
+            for sets, (recipe, _) in zip(self._sets, self._recipes, strict=True):
+                sets.found(recipe.watched())
             self._decide(room)
             self.over |= watched >= _LAST
             self._waited = 0
@@ -106,12 +110,8 @@ class Replication:
             for recipe, _ in self._recipes:
                 recipe.watch(_LAST)
 
-    def _keep_rows(self) -> None:
-        for rows, (recipe, _) in zip(self._rows, self._recipes, strict=True):
-            rows.extend(recipe.watched())
-
     def _decide(self, room: Callable[[], int]) -> None:
-        sets = [_in_turn(rows) for rows in self._rows]
+        sets = [found.in_turn() for found in self._sets]
         planned = sum(
             (count - 1) * (NODE_BYTES * nodes + EXEC_BYTES)
             for count, (_, nodes) in zip(sets, self._recipes, strict=True)
@@ -137,12 +137,41 @@ class Replication:
         log.info("%s: %s take turns", self._name, amount(max(sets), "exec"))
 
 
-def _in_turn(rows: Sequence[bytes]) -> int:
-    """How many sets of addresses take turns; 1 if no such number is known."""
-    for window in _WINDOWS:
-        latest = rows[-window:]
-        counts = [count for count in Counter(latest).values() if count > 1]
-        many = sum(counts) >= _REPEATED * len(latest)
-        if many and 1 < len(counts) <= MOST and len(latest) >= _ROUNDS * len(counts):
-            return len(counts)
-    return 1
+class _Sets:
+    """The sets of addresses that launches of one exec found: each belongs to the one that it is most like, as
+    it would be if each had an exec (`SIMILAR`), and what it found stands there from then on.
+    """
+
+    def __init__(self) -> None:
+        self._words = torch.empty(0, 0, dtype=torch.int64, device="cpu")
+        self._count = 0
+        self._of: list[int] = []  # the set that each launch found
+
+    def found(self, rows: Sequence[bytes]) -> None:
+        """These launches, the words of all slots each, come next."""
+        for row in rows:
+            words = torch.frombuffer(bytearray(row), dtype=torch.int64)
+            if not self._count:
+                self._words = words.new_empty(_LAST, len(words))
+            self._of.append(self._like(words))
+
+    def _like(self, words: torch.Tensor) -> int:
+        if self._count:
+            differing = (self._words[: self._count] != words).sum(1)
+            nearest = int(differing.argmin())
+            if int(differing[nearest]) * SIMILAR <= len(words):
+                self._words[nearest] = words
+                return nearest
+        self._words[self._count] = words
+        self._count += 1
+        return self._count - 1
+
+    def in_turn(self) -> int:
+        """How many sets take turns; 1 if no such number is known."""
+        for window in _WINDOWS:
+            latest = self._of[-window:]
+            counts = [count for count in Counter(latest).values() if count > 1]
+            many = sum(counts) >= _REPEATED * len(latest)
+            if many and 1 < len(counts) <= MOST and len(latest) >= _ROUNDS * len(counts):
+                return len(counts)
+        return 1

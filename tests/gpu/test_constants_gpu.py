@@ -152,6 +152,27 @@ def test_a_scalar_that_the_caller_brings_stays_outside(codegen: str) -> None:
     assert "cpu-scalar" in outside_codes(), explain()
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("codegen", CODEGENS)
+def test_floats_that_may_vary_are_copied_once(codegen: str, grad: bool) -> None:
+    """As with `dynamic=True`, where each float of a module is an input on the CPU."""
+
+    def fn(x: Tensor, a: float, b: float) -> Tensor:
+        y = torch.nn.functional.gelu(x + a)
+        return torch.rsqrt(y.square().mean(-1, keepdim=True) + b) * y * a
+
+    compiled = compile_pgraph(fn, codegen=codegen, min_ops=1, dynamic=True)
+    for i in range(8):
+        x = randn(64, 32, grad=grad)
+        got, want = (f(x, 0.5 + i, 0.1 * (i + 1)) for f in (compiled, fn))
+        torch.testing.assert_close(got, want)
+        if grad:
+            torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want)))
+    assert [p.facts.safe for p in report().partitions].count(False) == 1, explain()
+    assert len(report().capturable) == 1 + grad, explain()
+    assert_launched(2)
+
+
 # -- what `pgraph.rewrites.operands` says of CUDA's kernels ----------------------------------------
 
 TYPES = sorted(operands.PLAIN_TYPES, key=str)

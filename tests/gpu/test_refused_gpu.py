@@ -79,7 +79,7 @@ REFUSED = [
     ("host-sync", lambda x: torch.histc(x, 10), ()),
     ("host-sync", lambda x, y: torch.isin(x, y), (lambda: randn(40),)),
     ("solver", lambda x: torch.linalg.inv(x[:, :40] + 50 * torch.eye(40, device=x.device)), ()),
-    ("cpu-scalar", lambda x, s: x * s, (lambda: torch.tensor(2.5),)),
+    ("cpu-scalar", lambda x, s: x * s, (lambda: torch.tensor(2.5, dtype=torch.float64),)),
     ("device-copy", lambda x: x.cpu() + 1, ()),
     ("tagged", lambda x: tagged(x), ()),
 ]

@@ -1,0 +1,196 @@
+"""Numbers that a call brings on the CPU go to the device together, and change no bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import same
+from support_constants import DEVICE, PARTITIONS, Compiled, compiled
+from support_rules import CUDA, Bench
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from pgraph.ops.safety import refusal
+from pgraph.rewrites import constants
+
+aten = torch.ops.aten
+OP = torch.ops.pgraph.numbers_on_device.default
+
+
+class Norm(nn.Module):
+    """As many models have it: with dynamic shapes its float is an input of the graph."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+NORMS = nn.Sequential(*(Norm(10.0**-k) for k in range(2, 6)))
+
+
+def norms(x: Tensor) -> Tensor:
+    out: Tensor = NORMS(x) * 2
+    return out
+
+
+def copies(gm: GraphModule) -> list[int]:
+    """How many numbers each copy takes."""
+    return [len(n.args[0]) for n in gm.graph.nodes if n.target is OP]
+
+
+def outside(found: Compiled) -> list[list[str]]:
+    """Codes of each partition that stays outside, by graph; the first partition first."""
+    return [[r.code for p in parts if not p.safe for r in p.reasons] for parts in found.partitions()]
+
+
+def on_cpu_of_the_device(gm: GraphModule) -> list[str]:
+    """Ops on the device that still take something from the CPU."""
+    return [
+        n.name
+        for n in gm.graph.nodes
+        if n.op == "call_function"
+        and n.target is not OP
+        and n.meta["val"].device.type == DEVICE
+        and any(
+            isinstance(v := s.meta.get("val"), Tensor) and v.device.type == "cpu" for s in n.all_input_nodes
+        )
+    ]
+
+
+def test_without_the_pass_each_use_cuts_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(norms, torch.randn(4, 8), patch=monkeypatch, dynamic=True, cured=False)
+    (parts,) = found.partitions()
+    assert sum(not p.safe for p in parts) == 4
+
+
+@pytest.mark.parametrize("by_inductor", [False, True])
+def test_inference_is_one_copy_and_one_partition(by_inductor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    found = compiled(norms, x, patch=monkeypatch, dynamic=True, by_inductor=by_inductor)
+    (gm,) = found.graphs
+    assert copies(gm) == [4]
+    assert not on_cpu_of_the_device(gm)
+    assert outside(found) == [["cpu-scalar"]]
+    assert [p.safe for p in found.partitions()[0]] == [False, True]
+    floats = [torch.tensor(10.0**-k, dtype=torch.float64) for k in range(2, 6)]
+    for y in (x, torch.randn(3, 8, dtype=torch.bfloat16)):
+        (got,) = found.run(0, *given(gm, y, floats))
+        same(got, norms(y))
+
+
+def given(gm: GraphModule, x: Tensor, floats: list[Tensor]) -> list[Any]:
+    """Arguments of a graph in its order: sizes, the tensor, the floats."""
+    floats = list(floats)
+    values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    return [len(x) if isinstance(v, torch.SymInt) else floats.pop(0) if v.dim() == 0 else x for v in values]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_backward_takes_them_from_the_device(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, scale: float) -> Tensor:
+        return torch.sin(x * scale)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    found = compiled(fn, x, 0.25, patch=monkeypatch, dynamic=True, partition=partition)
+    forward, backward = found.graphs
+    assert [copies(forward), copies(backward)] == [[1], []]
+    assert not [*on_cpu_of_the_device(forward), *on_cpu_of_the_device(backward)]
+    assert outside(found) == [["cpu-scalar"], []]
+    scale = torch.tensor(0.7, dtype=torch.float64)
+    got, *saved = found.run(0, *given(forward, x.detach(), [scale]))
+    want = fn(x, 0.7)
+    same(got, want.detach())
+    grad = torch.randn(4, 8)
+    kept = [value for value in saved if isinstance(value, Tensor)]
+    sizes = [value for value in saved if not isinstance(value, Tensor)]
+    results = found.run(1, *sizes, *kept, grad)
+    gradient = next(r for r in results if r is not None and r.dim())
+    torch.testing.assert_close(gradient, torch.autograd.grad(want, x, grad)[0])
+
+
+def test_arithmetic_of_scalars_stays_on_the_cpu_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        y = x + 1
+        return y.sin() * (s * 3 + s.exp())
+
+    found = compiled(fn, torch.randn(7), torch.tensor(0.1), patch=monkeypatch)
+    (gm,) = found.graphs
+    assert [p.safe for p in found.partitions()[0]] == [False, True]
+    assert copies(gm) == [1]
+    for number in (0.1, -2.0):
+        x, s = torch.randn(7), torch.tensor(number)
+        same(found.run(0, x, s)[0], fn(x, s))
+
+
+def test_one_copy_for_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, a: Tensor, b: Tensor, n: Tensor) -> Tensor:
+        return torch.where(x > a, x * b, x) + torch.arange(7, device=x.device) * n
+
+    scalars = [torch.tensor(0.5), torch.tensor(2.0), torch.tensor(3)]
+    found = compiled(fn, torch.randn(7), *scalars, patch=monkeypatch)
+    (gm,) = found.graphs
+    assert sorted(copies(gm)) == [1, 2]
+    x = torch.randn(7)
+    same(found.run(0, x, *scalars)[0], fn(x, *scalars))
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype", "by_inductor"),
+    [
+        (torch.mul, torch.bfloat16, True),  # eager rounds the product alone, not the scalar
+        (torch.mul, torch.float64, True),
+        (torch.div, torch.float32, False),  # ATen multiplies by the reciprocal
+        (torch.pow, torch.float32, False),  # ATen asks whether it is 2
+    ],
+)
+def test_scalars_that_would_be_rounded_elsewhere_stay(
+    fn: Callable[..., Tensor], dtype: torch.dtype, by_inductor: bool
+) -> None:
+    bench = Bench()
+    kind = torch.float32 if dtype is torch.float64 else dtype
+    x, scale = bench.tensor(4, dtype=kind), bench.tensor(device="cpu", dtype=dtype)
+    op = {torch.mul: aten.mul.Tensor, torch.div: aten.div.Tensor, torch.pow: aten.pow.Tensor_Tensor}[fn]
+    gm = bench.module(bench.call(op, x, scale, like=x))
+    before = gm.code
+    constants.on_device(gm, by_inductor=by_inductor)
+    assert gm.code == before
+
+
+def test_a_copy_of_the_programs_own_is_its_own() -> None:
+    """It may write into what it copied."""
+    bench = Bench()
+    bench.tensor(4)
+    gm = bench.module(bench.call(aten._to_copy.default, bench.tensor(device="cpu"), device=CUDA))
+    before = gm.code
+    constants.on_device(gm)
+    assert gm.code == before
+
+
+def test_what_explain_says() -> None:
+    bench = Bench()
+    x, a, b = bench.tensor(4), bench.tensor(device="cpu"), bench.tensor(device="cpu")
+    gm = bench.module(bench.call(aten.mul.Tensor, bench.call(aten.mul.Tensor, x, a), b))
+    constants.on_device(gm)
+    (copy,) = (n for n in gm.graph.nodes if n.target is OP)
+    reason = refusal(copy, device_type="cuda")
+    assert reason is not None
+    assert reason.code == "cpu-scalar"
+    assert re.search(
+        "2 numbers on the CPU, such as Python floats.* are copied to the device", reason.sentence
+    )
+    assert "dynamic=True" in reason.fix
+
+
+def test_the_op_copies_values_in_order() -> None:
+    numbers = [torch.tensor(float(k), dtype=torch.float64) for k in (3, 1, 2)]
+    got = torch.ops.pgraph.numbers_on_device(numbers, torch.device("cpu"))
+    same(got, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64))
+    torch.library.opcheck(OP, (numbers, torch.device("cpu")), test_utils=("test_schema", "test_faketensor"))
