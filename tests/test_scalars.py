@@ -184,7 +184,7 @@ def test_what_explain_says() -> None:
     assert reason is not None
     assert reason.code == "cpu-scalar"
     assert re.search(
-        "2 numbers on the CPU, such as Python floats.* are copied to the device", reason.sentence
+        "^2 numbers on the CPU, such as a Python float.* must be copied at each call$", reason.sentence
     )
     assert "dynamic=True" in reason.fix
 

@@ -163,11 +163,10 @@ def other_device(node: Node, device_type: str) -> Reason | None:
     if name in METADATA_OPS:
         return None
     if name == op_names.NUMBERS_OP:
-        sentence = (
-            f"{amount(len(node.all_input_nodes), 'number')} on the CPU, such as Python floats that may vary"
-        )
+        numbers = amount(len(node.all_input_nodes), "number")
+        sentence = f"{numbers} on the CPU, such as a Python float that may vary, must be copied at each call"
         fix = "compile without dynamic=True where floats never change, or pass tensors on the device"
-        return why(node, "cpu-scalar", f"{sentence}, are copied to the device at each call", fix)
+        return why(node, "cpu-scalar", sentence, fix)
     # Attention without dropout leaves its unused seed and offset on the CPU; nobody reads them.
     unused_seed = name in op_names.ATTENTION_OPS and argument(node, "dropout_p") in (0, 0.0)
     for source, value in _tensors(node):
