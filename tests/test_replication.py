@@ -89,8 +89,7 @@ def test_each_layer_gets_an_exec_in_training(places: None) -> None:
     kept = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
     for count in range(60):
         step(made, run, kept[count % 3])
-    # A layer whose results lie elsewhere each time gets none.
-    assert min(execs()) >= LAYERS - 1
+    assert min(execs()) >= LAYERS
     assert pgraph.report().captures == 2
 
 
@@ -202,11 +201,14 @@ def test_as_many_execs_as_sets_of_addresses(n: int, waits: bool | None) -> None:
     ],
     ids=["new-ones", "one", "too-many", "many-new", "device-sets-pace", "no-room", "no-memory"],
 )
-def test_no_further_exec(found: Callable[[int], int], settings: dict[str, Any]) -> None:
+def test_no_further_exec(
+    found: Callable[[int], int], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     made, recipe = told(found, **settings)
     assert made.over
     assert recipe.others == []
     assert made.nbytes == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]  # nothing went wrong
 
 
 @pytest.mark.parametrize("where", ["mark", "passed", "replica"])
@@ -242,9 +244,9 @@ def test_small_tensors_may_wander(wandering: int, there: int, monkeypatch: pytes
 
 
 def test_a_few_new_ones_do_no_harm() -> None:
-    """The first layer's input is new at each step."""
+    """The first layer's input is new at each step: it has an exec to itself, and takes no other layer's."""
     _, recipe = told(lambda count: count % 6 if count % 6 else 1000 + count)
-    assert len(recipe.others) == 4
+    assert len(recipe.others) == 5
 
 
 def test_what_launches_found_at_first_does_not_count() -> None:

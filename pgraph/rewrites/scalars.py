@@ -42,8 +42,23 @@ _aten = torch.ops.aten
 # One rounding, or none, on every device.
 _COMPUTED: Final = PLAIN_TYPES - {torch.float16, torch.bfloat16}
 _CONVERSIONS: Final = frozenset({torch.ops.prims.convert_element_type.default, _aten._to_copy.default})
-# ATen's kernels do something else with a scalar of the CPU's.
-_BY_KIND: Final = ("aten::div", "aten::pow", "aten::floor_divide", "aten::remainder", "aten::fmod")
+# ATen's kernels compute the same with either. Not `div`; nor `pow`, which asks whether a scalar is 2.
+_ALIKE: Final = frozenset(
+    {
+        "aten::add",
+        "aten::bitwise_and",
+        "aten::bitwise_or",
+        "aten::bitwise_xor",
+        "aten::eq",
+        "aten::ge",
+        "aten::gt",
+        "aten::le",
+        "aten::lt",
+        "aten::mul",
+        "aten::ne",
+        "aten::sub",
+    }
+)
 
 _library = torch.library.Library("pgraph", "FRAGMENT")  # kept: its ops go when it goes
 _library.define("numbers_on_device(Tensor[] numbers, Device device) -> Tensor")
@@ -132,7 +147,7 @@ def _same_from_device(node: Node, source: Node, by_inductor: bool) -> bool:
     op = node.target
     if not isinstance(op, OpOverload) or not is_pure(op) or torch.Tag.pointwise not in op.tags:
         return False
-    if not by_inductor and op_name(op) in _BY_KIND:
+    if not by_inductor and op_name(op) not in _ALIKE:
         return False
     taken = {
         value.dtype for n in node.all_input_nodes for value in output_values(n) if isinstance(value, Tensor)

@@ -162,16 +162,23 @@ class _Sets:
             if int(differing[nearest]) * SIMILAR <= len(words):
                 self._words[nearest] = words
                 return nearest
+        if self._count == len(self._words):  # launches that set little are watched, but not counted
+            self._words = torch.cat([self._words, torch.empty_like(self._words)])
         self._words[self._count] = words
         self._count += 1
         return self._count - 1
 
     def in_turn(self) -> int:
-        """How many sets take turns; 1 if no such number is known."""
+        """How many execs would serve the sets that take turns; 1 if no such number is known.
+
+        One more serves the launches that find what is new each time: else these would take another's exec
+        in its turn, that one the next one's, and so on.
+        """
         for window in _WINDOWS:
             latest = self._of[-window:]
-            counts = [count for count in Counter(latest).values() if count > 1]
-            many = sum(counts) >= _REPEATED * len(latest)
-            if many and 1 < len(counts) <= MOST and len(latest) >= _ROUNDS * len(counts):
-                return len(counts)
+            again = {number: count for number, count in Counter(latest).items() if count > 1}
+            many = sum(again.values()) >= _REPEATED * len(latest)
+            if many and 1 < len(again) <= MOST and len(latest) >= _ROUNDS * len(again):
+                still = any(number not in again for number in latest[len(latest) // 2 :])
+                return len(again) + still
         return 1
