@@ -142,8 +142,8 @@ def watched(driver: Any, clock: Clock) -> Iterator[None]:
     from pgraph.capture import build
 
     if driver.name == "cuda":
-        from pgraph.drivers.cuda.driver import CudaSession as Session
         from pgraph.drivers.cuda.ghost import CudaArena as Arena
+        from pgraph.drivers.cuda.session import CudaSession as Session
     else:
         from pgraph.drivers.host.arena import HostArena as Arena
         from pgraph.drivers.host.driver import HostSession as Session

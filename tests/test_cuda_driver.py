@@ -19,6 +19,7 @@ from pgraph.errors import DriverError
 from pgraph.template.recording import NodeRecord
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+sessions = pytest.importorskip("pgraph.drivers.cuda.session", reason="needs cuda-bindings")
 allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 
@@ -45,11 +46,11 @@ def test_a_capture_that_cannot_be_counted_is_ended(code: Any, monkeypatch: pytes
     told("cuStreamEndCapture", SUCCESS, 9)
     told("cuGraphDestroy", SUCCESS)
     monkeypatch.setattr(cuda.cu, "cuGetErrorString", lambda error: (SUCCESS, b"no"))
-    monkeypatch.setattr(cuda, "NodeCount", fails)
+    monkeypatch.setattr(sessions, "NodeCount", fails)
     monkeypatch.setattr(cuda.workspaces, "drop", lambda *_: done.append("drop"))
     stream = SimpleNamespace(cuda_stream=5)
     with pytest.raises(KeyboardInterrupt if code == SUCCESS else DriverError):
-        cuda.CudaSession(None, stream, None, False, cuda.Counting())
+        sessions.CudaSession(None, stream, None, False, cuda.Counting())
     assert done[-3:] == ["cuStreamEndCapture", "cuGraphDestroy", "drop"]
 
 
@@ -142,7 +143,7 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
     ]
     monkeypatch.setattr(allocator_log.snapshot, "log", lambda device, pool=None: log)
     monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
-    session = object.__new__(cuda.CudaSession)
+    session = object.__new__(sessions.CudaSession)
     session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), True
     session._pools = SimpleNamespace(latest=(0, 7))
     if not entry:

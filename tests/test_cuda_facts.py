@@ -21,6 +21,7 @@ from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+sessions = pytest.importorskip("pgraph.drivers.cuda.session", reason="needs cuda-bindings")
 allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 cuda_graph = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
@@ -31,7 +32,7 @@ def test_seeds_of_attention_are_where_a_plain_run_has_them() -> None:
     """Numbers of the host's kind for the 0-dim integers, everything else as it was."""
     attended, sums = torch.randn(2, 3), torch.randn(2)
     seed = torch.empty((), dtype=torch.int64, device="meta")  # stands for the device
-    got = cuda._host_seeds((attended, sums, seed, seed, 7))
+    got = sessions._host_seeds((attended, sums, seed, seed, 7))
     assert got[0] is attended
     assert got[1] is sums
     assert [(t.device.type, t.dtype, tuple(t.shape)) for t in got[2:4]] == [("cpu", torch.int64, ())] * 2
@@ -50,7 +51,7 @@ def test_copies_that_no_launch_changes_are_not_sent_elsewhere() -> None:
     kinds = ("kernel", "memset", "memcpy", "memset")
     nodes = [NodeRecord(kind, kind, (), bytes(16)) for kind in kinds]
     slots = [Slot(0, 0, 0, 0), Slot(2, 0, 1, 0), Slot(2, 8, 0, 0), Slot(3, 0, 0, 0)]
-    assert cuda_graph._rebound_copies(nodes, slots) == [2, 3]
+    assert cuda_graph.rebound_copies(nodes, slots) == [(2, nodes[2]), (3, nodes[3])]
 
 
 def test_a_driver_is_not_closed_while_somebody_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,63 @@ def test_what_is_launched_otherwise_is_not_told(kernel: Any, sample: NodeRecord,
     assert triton.kernel_node(kernel, sample, arguments) is None
 
 
+TRITONS = """
+def launcher(in_ptr0, out_ptr0, ks0, xnumel, stream):
+    grid_0 = -(xnumel // -256)
+    grid_1 = 1
+    grid_2 = 1
+    runner(
+        grid_0, grid_1, grid_2, stream, function, metadata, None, None, None,
+        in_ptr0, out_ptr0, ks0, xnumel, 256
+    )
+"""
+SIGNATURE = {"in_ptr0": "*fp32", "out_ptr0": "*i64", "ks0": "i64", "xnumel": "i32", "XBLOCK": "constexpr"}
+PLACES = (0, 8, 16, 24, 32)  # two pointers, a long, an int, and one for scratch
+
+
+def by_triton(signature: Any = SIGNATURE, source: str = TRITONS) -> Any:
+    """As `CachingAutotuner` with a kernel that Triton's own launcher launches."""
+    kernel = Autotuner(source, arg_tys=None)
+    src = types.SimpleNamespace(signature=signature)
+    scope = {"function": 1, "metadata": (), "bin": types.SimpleNamespace(name=Compiled.name, src=src)}
+    kernel.launchers[0].__globals__.update(scope)
+    return kernel
+
+
+def tritons_node(scratch: int = 0) -> NodeRecord:
+    """As read from a capture of such a launch."""
+    header = (FUNCTION, (1, 1, 1), BLOCK, SHARED, CONTEXT, ("params", PLACES))
+    params = struct.pack("=2Qqi4xQ", 0xA0, 0xB0, 5, 256, scratch)
+    return node((5, 256), 1, params, header=header)
+
+
+def test_tritons_own_launcher() -> None:
+    """Inductor leaves kernels with assertions to it: a loss's backward, on the device, with torch 2.11."""
+    given = (operand(0x1000), operand(0x2000, torch.int64), 33, 1000)
+    found = triton.kernel_node(by_triton(), tritons_node(), given)
+    assert found is not None
+    made, addresses = found
+    assert made.params == struct.pack("=2Qqi4xQ", 0x1000, 0x2000, 33, 1000, 0)
+    assert made.header[1] == (4, 1, 1)
+    assert addresses == [(0, 0), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sample"),
+    [
+        (by_triton(SIGNATURE | {"ks0": "fp16"}), tritons_node()),  # a launch would round it
+        (by_triton(SIGNATURE | {"ks0": ("i32", "i32")}), tritons_node()),
+        (by_triton(None), tritons_node()),
+        (by_triton({k: v for k, v in SIGNATURE.items() if k != "XBLOCK"}), tritons_node()),
+        (by_triton(), tritons_node(scratch=0xC0)),
+        (by_triton(source=TRITONS.replace("metadata, None,", "metadata,")), tritons_node()),
+    ],
+)
+def test_what_tritons_own_launcher_does_besides_is_not_told(kernel: Any, sample: NodeRecord) -> None:
+    given = (operand(0x1000), operand(0x2000), 33, 1000)
+    assert triton.kernel_node(kernel, sample, given) is None
+
+
 def test_kernels_are_found_by_their_class() -> None:
     """Triton itself is not imported for that."""
     heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")

@@ -12,10 +12,10 @@ import torch
 from support import launching, same
 
 import pgraph
+from pgraph.capture.patches import patched
 from pgraph.drivers import choice
 from pgraph.drivers.host.arena import HostArena
 from pgraph.drivers.host.driver import HostDriver
-from pgraph.drivers.interface import patched
 from pgraph.errors import DriverError
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

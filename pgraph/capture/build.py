@@ -165,7 +165,7 @@ def _executable(
     driver: Driver, recording: Recording, template: Template, shelf: Shelf | None
 ) -> Built | None:
     """A recording made launchable, by others' execs if they serve it; None if they do not, and there is no
-    graph to make some of.
+    graph to make some of, nor can there be one.
     """
     nodes, chunks = recording.nodes, template.plan.chunks
 
@@ -183,10 +183,11 @@ def _executable(
         built = on(shared)
         if all(recipe.fits() for recipe in built.recipes):
             return built
-    if recording.graph is None:
+    graph = recording.graph or driver.graph(nodes, recording.order, template.slots)
+    if graph is None:
         return None
-    driver.cut(recording.graph, [(chunk.first, chunk.last) for chunk in chunks])
-    execs = tuple(driver.instantiate(recording.graph, nodes, c.first, c.last, template.slots) for c in chunks)
+    driver.cut(graph, [(chunk.first, chunk.last) for chunk in chunks])
+    execs = tuple(driver.instantiate(graph, nodes, c.first, c.last, template.slots) for c in chunks)
     shared = ExecSet(execs, template)
     if shelf is not None and key is not None:
         shelf.execs[key] = shared

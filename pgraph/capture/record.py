@@ -7,9 +7,8 @@ recorded when it was first seen without an owner; where the recording forks, at 
 (Note [Forks and joins] in `pgraph.template.topology`).
 
 Note [Lifetimes in program order]
-A range dies when the program drops its last reference (seen by a weak reference to the storage),
-not after the last node that names it: some ops write a table of pointers on the device, and only
-the table is named by the kernels that read through it.
+A range dies when the program drops its last reference (a weak one to the storage tells), not after the last
+node that names it: kernels may read through a table of pointers on the device, and name only the table.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ import torch
 from pgraph.capture.culprit import dispatch_at
 from pgraph.capture.failures import failure_of
 from pgraph.capture.outputs import output_specs
+from pgraph.capture.patches import patched
 from pgraph.capture.recorder import GhostRange, Recorder, uncollected
-from pgraph.drivers.interface import Arena, Driver, Session, patched
+from pgraph.drivers.interface import Arena, Driver, Session
 from pgraph.errors import CaptureError
 from pgraph.reasons import Dispatch
 from pgraph.template.recording import GhostAllocation, Recording

@@ -11,6 +11,22 @@ from typing import Any
 __all__ = ["Launcher", "is_triton_kernel", "launcher_of"]
 
 _AUTOTUNER = "torch._inductor.runtime.triton_heuristics"
+_OTHERS = 5  # the function, the kernel's metadata, the launch's, a hook before and one behind
+_POINTER = "O"
+# As the static launcher names them.
+_KINDS = {
+    "constexpr": "-",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "l",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "K",
+    "fp32": "f",
+    "fp64": "d",
+}
 
 
 def is_triton_kernel(value: Any) -> bool:
@@ -27,27 +43,48 @@ class Launcher:
 
     Args:
         name: of the kernel.
-        launch: computes the grid, and calls its global ``runner(x, y, z, stream, *parameters)``.
-        kinds: a character for the C type of each parameter; ``"O"`` for a pointer.
-        nulls: null pointers that follow the parameters.
+        launch: computes the grid, and calls its global ``runner(x, y, z, stream, *others, *parameters)``.
+        kinds: a character for the C type of each parameter; ``"O"`` for a pointer, ``"-"`` for what the
+            kernel is not given.
+        nulls: null pointers that follow the parameters; None: as many as the kernel has places left.
+        others: how many there are.
     """
 
     name: str
     launch: types.FunctionType
     kinds: str
-    nulls: int
+    nulls: int | None
+    others: int = 0
 
 
 def launcher_of(kernel: Any) -> Launcher | None:
-    """How a kernel is launched; None where that is not by Inductor's static launcher, or not yet decided; in
-    the sources of 2.11, seen on 2.13 to 2.15.
+    """How a kernel is launched: by Inductor's static launcher, or by Triton's own, which serves kernels with
+    assertions, say. None where it is launched otherwise, or that is not yet decided; in the sources of 2.11,
+    seen on 2.13 to 2.15.
     """
     launchers: Sequence[Any] = getattr(kernel, "launchers", ())
     if len(launchers) != 1 or not isinstance(launchers[0], types.FunctionType):
         return None
-    owner = getattr(launchers[0].__globals__.get("runner"), "__self__", None)
+    names = launchers[0].__globals__
+    owner = getattr(names.get("runner"), "__self__", None)
     kinds = getattr(owner, "arg_tys", None)
-    if owner is None or not isinstance(kinds, str):
+    if isinstance(kinds, str):
+        scratch = (getattr(owner, name, False) for name in ("has_global_scratch", "has_profile_scratch"))
+        return Launcher(str(getattr(owner, "name", "")), launchers[0], kinds, sum(map(bool, scratch)))
+    binary = names.get("bin")
+    signature = getattr(getattr(binary, "src", None), "signature", None)
+    if not isinstance(signature, dict):
         return None
-    scratch = (getattr(owner, name, False) for name in ("has_global_scratch", "has_profile_scratch"))
-    return Launcher(str(owner.name), launchers[0], kinds, sum(map(bool, scratch)))
+    named = [_kind(type_name) for type_name in signature.values()]
+    if None in named:
+        return None
+    return Launcher(
+        str(getattr(binary, "name", "")), launchers[0], "".join(filter(None, named)), None, _OTHERS
+    )
+
+
+def _kind(type_name: Any) -> str | None:
+    """A character for a type of Triton's; None if a launch does more than to pass the value on."""
+    if not isinstance(type_name, str):
+        return None
+    return _POINTER if type_name.startswith("*") else _KINDS.get(type_name)

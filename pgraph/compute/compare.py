@@ -20,6 +20,7 @@ a struct of a built-in op's kernel:
 from __future__ import annotations
 
 import dataclasses
+import operator
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -46,8 +47,7 @@ def kind_of(node: NodeRecord) -> Hashable:
 
 def loose_words(first: NodeRecord, second: NodeRecord, addresses: AbstractSet[int]) -> set[int]:
     """Where two captures of one call differ, and no address is."""
-    pairs = zip(_words(first.params), _words(second.params), strict=True)
-    return {8 * i for i, (a, b) in enumerate(pairs) if a != b} - addresses
+    return _differing(first.params, second.params).keys() - addresses
 
 
 def difference(
@@ -117,8 +117,17 @@ def _workspaces_last(recording: Recording, slots: Sequence[Slot]) -> tuple[Recor
         o if o.region is None else dataclasses.replace(o, region=place[o.region]) for o in recording.outputs
     )
     moved = tuple(allocations[i] for i in order)
-    found = [dataclasses.replace(slot, region=place[slot.region]) for slot in slots]
+    found = [_moved(slot, place[slot.region]) for slot in slots]
     return dataclasses.replace(recording, allocations=moved, outputs=outputs), found
+
+
+def _moved(slot: Slot, region: int) -> Slot:
+    return slot if region == slot.region else Slot(slot.node, slot.offset, region, slot.delta)
+
+
+_all_but_constant = operator.attrgetter(
+    *(field.name for field in dataclasses.fields(OutputSpec) if field.name != "constant")
+)
 
 
 def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
@@ -127,10 +136,10 @@ def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
         return True
     if type(a.constant) is not type(b.constant):
         return False
-    kinds = (dataclasses.replace(spec, constant=None) for spec in (a, b))
     # A tensor is the same only if it is that very object: its values may be anywhere.
     plain = isinstance(a.constant, bool | int | float | complex | str | None)
-    return next(kinds) == next(kinds) and (a.constant == b.constant if plain else a.constant is b.constant)
+    same = a.constant == b.constant if plain else a.constant is b.constant
+    return same and _all_but_constant(a) == _all_but_constant(b)
 
 
 def _of_nodes(
@@ -143,9 +152,9 @@ def _of_nodes(
         return f"{a.kind} {a.name} {a.header}, captured {b.kind} {b.name} {b.header}"
     if len(a.params) != len(b.params):
         return f"{a.name}: {len(a.params)} bytes of parameters, captured {len(b.params)}"
-    for i, (x, y) in enumerate(zip(_words(a.params), _words(b.params), strict=True)):
-        if x != y and 8 * i not in ignored:
-            return f"{a.name}: byte {8 * i} of the parameters is {x:#x}, captured {y:#x}"
+    for offset, (x, y) in _differing(a.params, b.params).items():
+        if offset not in ignored:
+            return f"{a.name}: byte {offset} of the parameters is {x:#x}, captured {y:#x}"
     kept = [_without(n.kept, addresses) if isinstance(n.kept, bytes) else n.kept for n in (a, b)]
     return f"{a.name}: what an exec keeps differs" if kept[0] != kept[1] else None
 
@@ -153,11 +162,9 @@ def _of_nodes(
 def _left_over(a: NodeRecord, b: NodeRecord, host: HostMemory) -> set[int]:
     """Bytes at which words of a built-in op's node begin that differ, and that no kernel reads: see
     Note [Words that nobody set]."""
-    words = enumerate(zip(_words(a.params), _words(b.params), strict=False))
-    differing = {8 * i: (x, y) for i, (x, y) in words if x != y}
     return {
         offset
-        for offset, (x, y) in differing.items()
+        for offset, (x, y) in _differing(a.params, b.params).items()
         if any(first <= offset < end for first, end in b.structs)
         and (leaves_words_over(b.name) or x in host or y in host or _padded(x, y, host))
     }
@@ -166,6 +173,14 @@ def _left_over(a: NodeRecord, b: NodeRecord, host: HostMemory) -> set[int]:
 def _padded(x: int, y: int, host: HostMemory) -> bool:
     """Whether two words may be the same number of four bytes, beside halves of addresses of the host's."""
     return x % _HALF == y % _HALF and all(map(host.has_upper, {x // _HALF, y // _HALF} - {0}))
+
+
+def _differing(a: bytes, b: bytes) -> dict[int, tuple[int, int]]:
+    """The words that differ, by the bytes at which they begin."""
+    if a == b:
+        return {}
+    pairs = zip(_words(a), _words(b), strict=False)
+    return {8 * i: (x, y) for i, (x, y) in enumerate(pairs) if x != y}
 
 
 def _words(params: bytes) -> tuple[int, ...]:

@@ -70,6 +70,11 @@ class Computer:
         self.latest: str | None = None
 
     @property
+    def learning(self) -> bool:
+        """Whether too few captures were compared so far for anything to be computed."""
+        return self._hopeless is None and self._compared < _ENOUGH
+
+    @property
     def reason(self) -> str | None:
         """Why nothing is computed, and never will be."""
         return self._hopeless

@@ -85,6 +85,7 @@ class _Evaluation:
             raise NotComputableError("the generated code goes another way for these sizes")
         self.script, self.arguments, self.values, self.tools = script, arguments, values, tools
         self.told: dict[tuple[int, ...], tuple[int, ...]] = {}  # numbers by places: most come many times
+        self.operands: dict[int, Operand] = {}  # by the objects that the script names them by: so do these
         self.position = _BASE
         self.ranges: list[_Range] = []
         self.nodes: list[NodeRecord] = []
@@ -231,15 +232,20 @@ class _Evaluation:
         return found
 
     def argument(self, value: Any) -> Any:
-        if isinstance(value, Place):
-            return self.operand(value)
-        if isinstance(value, Figure):
+        kind = type(value)
+        if kind is Place:
+            return self.operands.get(id(value)) or self.operand(value)
+        if kind is Figure:
             return self.values[value.place]
-        if isinstance(value, Host):
+        if kind is Host:
             return HostOperand(self.arguments[value.position])
         return value
 
     def operand(self, place: Place) -> Operand:
+        found = self.operands[id(place)] = self._operand(place)
+        return found
+
+    def _operand(self, place: Place) -> Operand:
         memory = self.memories[place.memory]
         if memory is None or memory.operand is None:
             raise NotComputableError("a result that a library did not give is used")

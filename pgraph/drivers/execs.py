@@ -147,6 +147,11 @@ class Computing(Protocol):
     latest: str | None
 
     @property
+    def learning(self) -> bool:
+        """Whether further captures may have it tell recordings which it does not yet."""
+        ...
+
+    @property
     def reason(self) -> str | None:
         """Why it tells none, and never will."""
         ...

@@ -15,8 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -240,6 +239,14 @@ class Driver(abc.ABC):
             slots: of all nodes, in the order of their nodes.
         """
 
+    def graph(self, nodes: Sequence[NodeRecord], order: Topology, slots: Sequence[Slot]) -> Any:
+        """A graph of nodes that no capture recorded; None if it cannot be made, or would not be the same.
+
+        Args:
+            slots: of all nodes.
+        """
+        return None
+
     @abc.abstractmethod
     def recipe(
         self, exec: Exec, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
@@ -373,28 +380,3 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
             return 0
         reach += (n - 1) * step
     return reach
-
-
-@contextlib.contextmanager
-def patched(namespace: dict[str, Any], replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions in a namespace within the block, for this thread only.
-
-    Note [Other threads run on]
-    The namespace is a generated module's, and another thread may be in the middle of an uncaptured run of
-    that very code: it must go on with real memory, or its kernels would write to ghosts.
-    """
-    before = {name: namespace[name] for name in replacements}
-    namespace.update({name: _in_this_thread(new, before[name]) for name, new in replacements.items()})
-    try:
-        yield
-    finally:
-        namespace.update(before)
-
-
-def _in_this_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
-    owner = threading.get_ident()
-
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (new if threading.get_ident() == owner else old)(*args, **kwargs)
-
-    return either

@@ -145,8 +145,9 @@ class Admission:
                     self._give_up(args)
                     return None
             due = capture and specialization.due(self._options.warmup)
-            early = capture and not due and self._computes(specialization, args)
-            if (due or early) and not self._cache.pays(specialization, early):
+            computed = capture and self._computes(specialization, args)
+            early = computed and not due and specialization.state is State.NOT_RUN
+            if (due or early) and not self._cache.pays(specialization, computed):
                 self._wait(not_worth)
             elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))
@@ -174,10 +175,12 @@ class Admission:
             self._given_up.add(self._sizes.of(args))
 
     def _computes(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        """Whether a specialization that has never run is known nevertheless (Note [Computed recordings])."""
+        """Whether its recording will be computed (Note [Computed recordings])."""
         computer = self._cache.shelf.computer
-        new = specialization.state is State.NOT_RUN and not specialization.standing.failures
-        return new and computer is not None and computer.covers(args, specialization.guards.alignments)
+        if computer is None or specialization.standing.failures:
+            return False
+        waits = specialization.state in (State.NOT_RUN, State.WARMING_UP)
+        return waits and computer.covers(args, specialization.guards.alignments)
 
     def _compute(self, specialization: Specialization, args: Sequence[Any]) -> None:
         """Make it launchable without a capture. If that fails it is warmed up and captured like any other."""

@@ -72,8 +72,7 @@ class SpecializationCache:
         sizes: Sizes,
         stats: PartitionStats,
     ) -> None:
-        self._driver = driver
-        self._options = options
+        self._driver, self._options = driver, options
         self._watched = watched
         self._sizes = sizes
         self._stats = stats
@@ -97,7 +96,7 @@ class SpecializationCache:
         return Economy(lambda: self._stats.launches, _purse)
 
     def all(self) -> list[Specialization]:
-        """The one that was run uncaptured last comes last."""
+        """The one that was run uncaptured last is last."""
         return sorted(self._known.values(), key=lambda s: s.asked)
 
     def launched(self, specialization: Specialization) -> None:
@@ -122,7 +121,8 @@ class SpecializationCache:
         with self.lock:
             specialization.ran()
             self._keeper.ran(specialization.use, self._stats.launches)
-            self.economy.ran(seconds, passed is not None and not passed())
+            first, behind = specialization.standing.runs == 1, passed is not None and not passed()
+            self.economy.ran(seconds, behind, first)
             if specialization.trial is not None:
                 specialization.trial.own.append(seconds)
                 self._judge(specialization)
@@ -227,11 +227,12 @@ class SpecializationCache:
                 self._stats.standings.remove(gone.standing)
 
     def pays(self, specialization: Specialization, computed: bool) -> bool:
-        """Whether a capture is worth it, or computing, where sizes vary and host times are a device's."""
+        """Whether a capture is worth it, or computing, where sizes vary and times are a device's."""
         if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
             return True
-        runs, stats = specialization.standing.runs, self._stats
-        return self.economy.pays(runs, stats.calls, trial.clock(), computed)
+        runs, told = specialization.standing.runs, self.shelf.computer
+        learning = told is not None and told.learning
+        return self.economy.pays(runs, self._stats.calls, trial.clock(), computed, learning)
 
     def rests(self) -> bool:
         """Whether no capture pays just now, whatever comes. Called without the lock."""
@@ -319,10 +320,9 @@ class SpecializationCache:
         specialization.captured(program, native_program(program), tried)
         self._stats.captured(built)
         self._stats.waits = None
-        self.economy.captured(built.seconds, built.computed)
-        group = self._holdings.add(specialization)
+        self.economy.captured(built.seconds, built.computed, first=not specialization.standing.runs)
+        units: tuple[_Unit, ...] = self._holdings.add(specialization), specialization
         self._tell_bytes()
-        units: tuple[_Unit, ...] = group, specialization
         for budget, unit in zip(self._budgets, units, strict=True):
             if not self._make_room(specialization, budget, unit=unit):
                 self.evict(specialization)

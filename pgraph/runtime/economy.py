@@ -8,8 +8,8 @@ size is captured if both of these hold:
   Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
   whichever is more;
 * all captures of the partition together have cost no more than its launches have saved; or what the captures
-  of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time that the
-  program has run. So the most that a program can lose, whatever its sizes do, is `CREDIT` of its time and a
+  of all such partitions have cost beyond that (their *debts*) is no more than `START_S`, and `CREDIT` of the
+  time that the program has run. So the most that a program can lose, whatever its sizes do, is that, and a
   capture of each partition.
 
 A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
@@ -20,7 +20,10 @@ a while (`REST_S`): calls that no capture serves run uncaptured without a furthe
 is looked at stands for them all.
 
 A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
-run. If that alone pays for it, nothing can be lost.
+run. If that alone pays for it, nothing can be lost. Where that is a size's first call, libraries set things
+up for it that its first run would have set up (cuDNN's attention plans for 45 ms on an H200). How long that
+takes is told by other sizes' first runs, and does not count. The few captures from which computing is learned
+serve all sizes, not their own alone: for these the second condition is enough, if launches save anything.
 
 A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
 before the device has even begun with them, launches count as saving nothing.
@@ -38,10 +41,13 @@ from typing import Final
 
 from pgraph.reasons import Reason
 
-__all__ = ["CREDIT", "REST_S", "Economy", "Purse", "not_worth"]
+__all__ = ["CREDIT", "REST_S", "START_S", "Economy", "Purse", "not_worth"]
 
 CREDIT: Final = 0.01
 """Share of the program's time that captures may cost beyond what they save."""
+
+START_S: Final = 0.5
+"""Seconds that they may cost besides, once: little beside the compilation that came before."""
 
 REST_S: Final = 0.1
 """Seconds for which a no holds at most: the times that it was told from may change."""
@@ -54,9 +60,14 @@ _STALE_S: Final = 0.05  # how old a sum of debts may be
 
 
 class Purse:
-    """What the captures of several partitions may cost together. Used by any thread."""
+    """What the captures of several partitions may cost together. Used by any thread.
 
-    def __init__(self) -> None:
+    Args:
+        start: seconds that they may cost whatever they save.
+    """
+
+    def __init__(self, start: float = START_S) -> None:
+        self.start = start
         self._economies: weakref.WeakSet[Economy] = weakref.WeakSet()
         self._debts, self._told = 0.0, float("-inf")
 
@@ -95,6 +106,7 @@ class Economy:
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
         self._computed: deque[float] = deque(maxlen=_SAMPLES)
+        self._firsts: deque[float] = deque(maxlen=_SAMPLES)
         self._gaps: deque[float] = deque(maxlen=_SAMPLES)
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
@@ -116,13 +128,17 @@ class Economy:
         if self._sizes == 2:
             self._purse.join(self)
 
-    def ran(self, seconds: float, behind: bool = False) -> None:
+    def ran(self, seconds: float, behind: bool = False, first: bool = False) -> None:
         """The partition's own code was run.
 
         Args:
             behind: when the host was through with it, the device had not begun.
+            first: with a size that it had never been run with.
         """
         self._looks += 1
+        if first:  # it is slower than those that launches replace
+            self._firsts.append(seconds)
+            return
         self._own.append(seconds)
         self._behind.append(behind)
         self._weigh()
@@ -132,15 +148,30 @@ class Economy:
         self._launches.append(seconds)
         self._weigh()
 
-    def captured(self, seconds: float, computed: bool = False) -> None:
-        """A capture was made, or computed."""
-        (self._computed if computed else self._costs).append(seconds)
-        self.wasted(seconds)
+    def captured(self, seconds: float, computed: bool = False, first: bool = False) -> None:
+        """A capture was made, or computed.
+
+        Args:
+            first: the size has never run.
+        """
+        cost = self._own_part(seconds, first)
+        (self._computed if computed else self._costs).append(cost)
+        self._spent += cost
+        self._purse.spent()
 
     def wasted(self, seconds: float) -> None:
-        """Time was spent on a size, and no capture came of it."""
-        self._spent += seconds
+        """Time was spent on a size that has never run, and no capture came of it."""
+        self._spent += self._own_part(seconds, True)
         self._purse.spent()
+
+    def _own_part(self, seconds: float, first: bool) -> float:
+        """Without what a first run would have set up. The slowest one does not count: it may be the one that
+        compiled kernels.
+        """
+        if not first or len(self._firsts) <= 2 or not self._own:
+            return seconds
+        usual = statistics.mean(sorted(self._firsts)[:-1])
+        return max(seconds - max(usual - min(self._own), 0.0), 0.0)
 
     def saves(self) -> float:
         """Seconds that a launch saves."""
@@ -157,18 +188,21 @@ class Economy:
         """Seconds that captures have cost beyond what launches have saved. Any thread may ask."""
         return max(self._spent - self._saves * self._launches_so_far(), 0.0)
 
-    def pays(self, runs: int, calls: int, now: float, computed: bool = False) -> bool:
+    def pays(self, runs: int, calls: int, now: float, computed: bool = False, learning: bool = False) -> bool:
         """Whether to capture a size, or to compute its recording.
 
         Args:
             runs: uncaptured runs of this size.
             calls: of the partition so far.
             now: as for `met`.
+            learning: how recordings are computed is learned from such a capture.
         """
         self._passed(calls, now)
         costs = self._computed if computed else self._costs
         if not costs:
             return True  # what it costs is not known before it was done once
+        if not self._own:
+            return False  # what it saves, not before a size came twice
         cost, saves = statistics.median(costs), self._saves
         if computed and saves >= cost:
             return True
@@ -177,7 +211,7 @@ class Economy:
         self._skipped = self._resting(calls)
         came = runs * (1.0 + self._skipped / max(self._looks, 1))
         wait = self._wait(now)
-        if wait <= 0.0 and saves * max(came, between) >= cost:
+        if wait <= 0.0 and (saves * max(came, between) >= cost or (learning and saves > 0.0)):
             return True
         if (wait > 0.0 or not saves) and not self._computing_pays():
             self.rests_until = now + self._rest(wait)
@@ -194,7 +228,7 @@ class Economy:
         """Seconds of the program until a further capture can be afforded; 0.0 if it can be now."""
         if self.debt <= 0.0:
             return 0.0
-        return max(self._purse.debts(now) / CREDIT - self._ran, 0.0)
+        return max((self._purse.debts(now) - self._purse.start) / CREDIT - self._ran, 0.0)
 
     def _resting(self, calls: int) -> int:
         """Calls that were neither launched nor looked at."""

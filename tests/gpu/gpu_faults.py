@@ -94,14 +94,14 @@ def _second(fault: Fault, second: bool) -> Callable[[], bool]:
 
 
 def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: bool) -> None:
-    from pgraph.drivers.cuda import driver
+    from pgraph.drivers.cuda import session
 
     strikes = _second(fault, second)
     if step == "begin":
-        _call(patch, driver, "cuStreamBeginCapture", lambda: fault.code() if strikes() else None)
+        _call(patch, session, "cuStreamBeginCapture", lambda: fault.code() if strikes() else None)
     elif step == "end":
-        real = driver.cu.cuStreamEndCapture
-        destroy = driver.cu.cuGraphDestroy
+        real = session.cu.cuStreamEndCapture
+        destroy = session.cu.cuGraphDestroy
 
         def end(stream: Any) -> Any:
             error, graph = real(stream)
@@ -110,9 +110,9 @@ def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: b
             destroy(graph)
             return fault.code(), None
 
-        patch.setattr(driver, "cu", _Api(driver.cu, {"cuStreamEndCapture": end}))
+        patch.setattr(session, "cu", _Api(session.cu, {"cuStreamEndCapture": end}))
     else:
-        run = driver.CudaSession.run_op
+        run = session.CudaSession.run_op
 
         def run_op(self: Any, *rest: Any) -> Any:
             result = run(self, *rest)  # the failing op has recorded and allocated already
@@ -122,7 +122,7 @@ def _capture_steps(patch: pytest.MonkeyPatch, step: str, fault: Fault, second: b
                     raise fault.error()
             return result
 
-        patch.setattr(driver.CudaSession, "run_op", run_op)
+        patch.setattr(session.CudaSession, "run_op", run_op)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph.drivers.cuda.graph import CudaGraph
+from pgraph.drivers.cuda.graph import CudaGraph, rebound_copies
 from pgraph.drivers.cuda.nodes import check, succeeded
 from pgraph.drivers.execs import Exec
 from pgraph.native import libraries
@@ -102,6 +102,7 @@ class CudaExec(Exec):
         stream: int,
     ) -> None:
         self._source = graph.part(first, last)
+        self._copies = [(i - first, record) for i, record in rebound_copies(nodes, slots)]
         self._most = _at_most(nodes[first:last])
         self._make(stream)
         (ctx,) = check(cu.cuCtxGetCurrent())
@@ -114,10 +115,11 @@ class CudaExec(Exec):
         check(cu.cuStreamSynchronize(stream))
         self.nbytes = min(max(0, _outside_allocator() - before), self._most)
 
-    def replica(self, stream: int) -> CudaExec:
+    def replica(self, stream: int, device: int) -> CudaExec:
         """Another one, made from the same nodes."""
         made = CudaExec.__new__(CudaExec)
-        made._source, made._most = self._source, self._most
+        made._source, made._copies, made._most = self._source, self._copies, self._most
+        made._source.anchor(made._copies, device)
         made._make(stream)
         made._begin(self.nodes, self._rooms, set(self.taken), int(made._exec), int(self.state.ctx))
         return made

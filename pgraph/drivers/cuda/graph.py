@@ -17,7 +17,7 @@ from pgraph.errors import CaptureError
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["CudaGraph"]
+__all__ = ["CudaGraph", "anchored", "ordinary_range", "rebound_copies"]
 
 _COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
 
@@ -34,8 +34,11 @@ def _moved_bytes(record: NodeRecord) -> int:
     return max(pitch * height, width * height * size_of)
 
 
-def _ordinary_range(nbytes: int, device: int) -> tuple[int, Any]:
-    """(address, owner or None) of a range that the framework's allocator holds. Nothing is done there."""
+def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]:
+    """(address, owner or None) of a range that the framework's allocator holds, as large as the largest of
+    these copies and fills. Nothing is done there.
+    """
+    nbytes = max(map(_moved_bytes, copies))
     segments = [
         s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
     ]
@@ -60,16 +63,19 @@ class CudaGraph:
 
     An exec needs its graph: setting a node's parameters names the node in the graph that the exec
     was made from.
+
+    Attributes:
+        anchored: its copies and fills are (Note [Copies are anchored]); what is cut from it, too.
     """
 
     def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
         self.graph = graph
         self.nodes = nodes
-        self._anchored = False
+        self.anchored = False
         self._chunks: tuple[tuple[int, int], ...] = ()
         self._parts: dict[tuple[int, int], CudaGraph] = {}
 
-    def anchor(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int) -> None:
+    def anchor(self, copies: Sequence[tuple[int, NodeRecord]], device: int) -> None:
         """Point copy and fill nodes with slots at ordinary memory, before anything is instantiated.
 
         Note [Copies are anchored]
@@ -78,26 +84,21 @@ class CudaGraph:
         every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
         first, large enough for what they move. It is never used: all slots are written before a launch.
         A node without slots (an op's own scratch, from outside the framework) stays as it was captured.
+        The range may be freed once execs are made: where others are made later, another one is needed.
+
+        Args:
+            copies: of the nodes (number, record); see `rebound_copies`.
 
         Raises:
             CaptureError: the driver does not take it.
         """
-        if self._anchored:
+        if not copies:
             return
-        self._anchored = True
-        moving = [(self.nodes[i], nodes[i]) for i in _rebound_copies(nodes, slots)]
-        if not moving:
-            return
-        need = max(_moved_bytes(record) for _, record in moving)
-        address, _holder = _ordinary_range(need, device)
-        for node, record in moving:
-            words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
-            if record.kind == "memcpy":
-                words[_COPY_FROM] = words[_COPY_TO] = address
-                code = _setters()[0](int(node), ctypes.addressof(words))
-            else:
-                words[_FILL_TO] = address
-                code = _setters()[1](int(node), ctypes.addressof(words))
+        address, _holder = ordinary_range([record for _, record in copies], device)
+        for position, record in copies:
+            words = anchored(record, address)
+            setter = _setters()[0 if record.kind == "memcpy" else 1]
+            code = setter(int(self.nodes[position]), ctypes.addressof(words))
             if code:
                 what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({status_name(code)})"
                 raise CaptureError(node_reason(what))
@@ -144,6 +145,15 @@ def _divided(graph: CudaGraph, chunks: Sequence[tuple[int, int]]) -> list[CudaGr
     return [*_divided(left, chunks[:half]), *_divided(right, chunks[half:])]
 
 
-def _rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[int]:
-    """Positions of the copy and fill nodes that are given addresses at a launch."""
-    return sorted({slot.node for slot in slots if nodes[slot.node].kind != "kernel"})
+def rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[tuple[int, NodeRecord]]:
+    """The copy and fill nodes that are given addresses at a launch, and their positions."""
+    found = {slot.node for slot in slots if nodes[slot.node].kind != "kernel"}
+    return [(position, nodes[position]) for position in sorted(found)]
+
+
+def anchored(record: NodeRecord, address: int) -> Any:
+    """The parameters of a copy or a fill, with this address."""
+    words = (ctypes.c_uint64 * (len(record.params) // 8)).from_buffer_copy(record.params)
+    for word in (_COPY_FROM, _COPY_TO) if record.kind == "memcpy" else (_FILL_TO,):
+        words[word] = address
+    return words

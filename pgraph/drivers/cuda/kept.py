@@ -17,7 +17,7 @@ import functools
 import struct
 from typing import Any, Final
 
-__all__ = ["of_copy", "of_fill", "of_kernel", "of_row", "wanted"]
+__all__ = ["give", "of_copy", "of_fill", "of_kernel", "of_row", "wanted"]
 
 # Those that a launch depends on, with their bytes; as in the driver's header (CUlaunchAttributeID).
 _ATTRIBUTES: Final = {
@@ -43,12 +43,13 @@ _DIMENSIONS, _LENGTH, _PITCHES = slice(23, 25), 22, (9, 10, 20, 21)  # words of 
 
 
 @functools.cache
-def _functions() -> tuple[Any, Any]:
+def _functions() -> tuple[Any, Any, Any]:
     lib = ctypes.CDLL("libcuda.so.1")
     attribute, demand = lib.cuGraphKernelNodeGetAttribute, lib.cuFuncGetAttribute
-    attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    demand.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return attribute, demand
+    setter = lib.cuGraphKernelNodeSetAttribute
+    for function in (attribute, demand, setter):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    return attribute, demand, setter
 
 
 def of_kernel(node: int, function: int, ctx: int, passing: str) -> tuple[Any, ...] | None:
@@ -70,6 +71,20 @@ def of_kernel(node: int, function: int, ctx: int, passing: str) -> tuple[Any, ..
             return None
         found.append(value.raw[:nbytes] if known else None)
     return ctx, passing, demands, tuple(found)
+
+
+def give(node: int, wanted: tuple[Any, ...], has: tuple[Any, ...]) -> None:
+    """Set the attributes of a kernel node that differ; whatever the driver says: they are to be read again.
+
+    Args:
+        wanted, has: as `of_kernel` reads them.
+    """
+    value = ctypes.create_string_buffer(_VALUE_BYTES)
+    for attribute, mine, theirs in zip((*_ATTRIBUTES, *_HINTS), wanted[-1], has[-1], strict=True):
+        if mine is not None and mine != theirs:
+            ctypes.memset(value, 0, _VALUE_BYTES)
+            ctypes.memmove(value, mine, len(mine))
+            _functions()[2](node, attribute, value)
 
 
 def _demands(function: int) -> tuple[int, ...] | None:

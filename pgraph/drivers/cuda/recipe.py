@@ -16,6 +16,7 @@ from typing import Any
 
 from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
 from pgraph.drivers.cuda.nodes import KernelParams, succeeded
+from pgraph.drivers.cuda.settings import ALIGNED, places, pointed_to, struct_of
 from pgraph.drivers.execs import Recipe
 from pgraph.errors import DriverError
 from pgraph.native import libraries
@@ -46,10 +47,10 @@ class CudaRecipe(Recipe):
     ) -> None:
         self.exec: CudaExec = exec
         n = len(nodes)
-        params, structs, total = _places(nodes, ctypes.sizeof(RecipeEntry), n, len(slots))
-        # Tensor maps want an alignment of 64 bytes.
-        self._memory = ctypes.create_string_buffer(total + 64)
-        base = -(-ctypes.addressof(self._memory) // 64) * 64
+        head = ctypes.sizeof(RecipeEntry) + ctypes.sizeof(SettingEntry) * n
+        params, structs, total = places(nodes, head + ctypes.sizeof(SlotEntry) * len(slots))
+        self._memory = ctypes.create_string_buffer(total + ALIGNED)
+        base = -(-ctypes.addressof(self._memory) // ALIGNED) * ALIGNED
         self.nbytes = len(self._memory)
         settings, at = array.array("Q"), 0  # as SettingEntry has them
         view = memoryview(self._memory).cast("B")[base - ctypes.addressof(self._memory) :]
@@ -57,7 +58,7 @@ class CudaRecipe(Recipe):
             view[params[i] : params[i] + len(node.params)] = node.params
             at = _end(slots, at, first + i)
             place = params[i] // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
-            settings.extend((_struct(view, node, base, params[i], structs[i]), at, place))
+            settings.extend((struct_of(view, node, base, params[i], structs[i]), at, place))
         packed = b"".join(
             struct.pack("=iiq", (params[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots
         )
@@ -65,7 +66,7 @@ class CudaRecipe(Recipe):
         there = here + ctypes.sizeof(SettingEntry) * n
         ctypes.memmove(here, settings.tobytes(), ctypes.sizeof(SettingEntry) * n)
         ctypes.memmove(there, packed, len(packed))
-        self._tables = array.array("H", map(_pointers, nodes))
+        self._tables = array.array("H", map(pointed_to, nodes))
         self._library = libraries.load()
         self._lie_at(base, n, len(slots), total)
         functions = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
@@ -95,7 +96,7 @@ class CudaRecipe(Recipe):
         made = copy.copy(self)
         made.exec, made._turns, made._others, made._entries = exec, None, (), None
         made._memory = ctypes.create_string_buffer(len(self._memory))
-        base, old = -(-ctypes.addressof(made._memory) // 64) * 64, ctypes.addressof(self._entry)
+        base, old = -(-ctypes.addressof(made._memory) // ALIGNED) * ALIGNED, ctypes.addressof(self._entry)
         ctypes.memmove(base, old, ctypes.sizeof(self._words))
         made._lie_at(base, len(self._settings), len(self._slots), ctypes.sizeof(self._words))
         for node, setting, count in zip(exec.nodes, made._settings, self._tables, strict=True):
@@ -209,43 +210,11 @@ class CudaRecipe(Recipe):
         return True
 
 
-def _places(
-    nodes: Sequence[NodeRecord], entry: int, n: int, n_slots: int
-) -> tuple[list[int], list[int], int]:
-    """Where the parameters of each node begin, and the struct that the driver takes; bytes of all. What comes
-    first are the entry, the settings and the slots."""
-    at = entry + ctypes.sizeof(SettingEntry) * n + ctypes.sizeof(SlotEntry) * n_slots
-    structs = []
-    for node in nodes:
-        structs.append(at)
-        at += _struct_bytes(node)
-    params = []
-    for node in nodes:
-        at = -(-at // 64) * 64 if len(node.params) >= 64 else at
-        params.append(at)
-        at += max(len(node.params), 8)
-    return params, structs, -(-at // 8) * 8
-
-
-def _struct_bytes(node: NodeRecord) -> int:
-    """A kernel's struct, and the list of its parameters."""
-    if node.kind != "kernel":
-        return 0
-    return ctypes.sizeof(KernelParams) + 8 * (
-        max(_pointers(node), 1) if node.header[-1][0] == "params" else 6
-    )
-
-
-def _pointers(node: NodeRecord) -> int:
-    """Parameters that a kernel's struct points to one by one."""
-    return len(node.header[-1][1]) if node.kind == "kernel" and node.header[-1][0] == "params" else 0
-
-
 def _move(params: KernelParams, count: int, by: int) -> None:
     """Have a struct that was copied, with all that it points to, point to the copies.
 
     Args:
-        count: see `_pointers`.
+        count: see `pointed_to`.
     """
     if params.extra:
         params.extra += by
@@ -255,33 +224,6 @@ def _move(params: KernelParams, count: int, by: int) -> None:
     params.kernel_params += by
     table = (ctypes.c_uint64 * count).from_address(params.kernel_params)
     table[:] = [pointer + by for pointer in table]
-
-
-# A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
-# else that is done for a node.
-_KERNEL_PARAMS = "=Q7I4x4Q"
-
-
-def _struct(memory: memoryview, node: NodeRecord, base: int, params: int, place: int) -> int:
-    """Make the struct that the setter takes; returns its address.
-
-    Args:
-        memory: it begins at the address `base`; `params` and `place` are counted from there.
-    """
-    params += base
-    if node.kind != "kernel":
-        return params
-    function, grid, block, shared, ctx, passing = node.header
-    behind = base + place + ctypes.sizeof(KernelParams)
-    if passing[0] == "params":
-        pointers = behind, 0
-        table = [params + offset for offset in passing[1]]
-    else:  # CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, the end, and the size itself
-        pointers = 0, behind
-        table = [1, params, 2, behind + 40, 0, len(node.params)]
-    form = f"{_KERNEL_PARAMS}{len(table)}Q"
-    struct.pack_into(form, memory, place, function, *grid, *block, shared, *pointers, 0, ctx, *table)
-    return base + place
 
 
 def _end(slots: Sequence[Slot], at: int, node: int) -> int:

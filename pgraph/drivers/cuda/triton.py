@@ -2,11 +2,13 @@
 
 Inductor makes a function of each compiled kernel that computes the grid from the arguments and calls a
 launcher with the kernel's parameters in order. That very function is run, with another launcher.
+
+The launcher is Inductor's static one or Triton's own. The latter is given values for constants, too, which
+the kernel is compiled for; its signature tells them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import types
 import weakref
@@ -24,6 +26,7 @@ __all__ = ["kernel_names", "kernel_node"]
 # As the launcher reads the types of parameters: a character each, C's on 64-bit Linux.
 _FORMATS: Final = {c: f"={c}" for c in "bhiBHIfd"} | {"l": "=q", "K": "=Q"}
 _POINTER: Final = "O"
+_CONSTANT: Final = "-"
 _TOLD: Final = "pgraph_launched"  # a name in the globals of a probe
 
 _probes: weakref.WeakKeyDictionary[Any, types.FunctionType] = weakref.WeakKeyDictionary()
@@ -44,15 +47,20 @@ def kernel_node(
     way, *rest = sample.header[-1]
     if way != "params":
         return None
-    grid, parameters = _launched(launcher.launch, arguments)
+    grid, given = _launched(launcher.launch, arguments)
+    if len(given) != launcher.others + len(launcher.kinds) or min(grid) < 1 or max(grid) >= 1 << 31:
+        return None
+    mine = zip(launcher.kinds, given[launcher.others :], strict=True)
+    passed = [(kind, value) for kind, value in mine if kind != _CONSTANT]
     (offsets,) = rest
-    if len(launcher.kinds) != len(parameters) or len(offsets) != len(parameters) + launcher.nulls:
+    nulls = offsets[len(passed) :]
+    if len(offsets) < len(passed) or launcher.nulls not in (None, len(nulls)):
         return None
-    if min(grid) < 1 or max(grid) >= 1 << 31:
-        return None
+    if any(sample.params[offset : offset + 8].strip(b"\0") for offset in nulls):
+        return None  # scratch memory that the launcher allocates
     at = {id(value): i for i, value in enumerate(arguments)}
     params, addresses = bytearray(sample.params), []
-    for kind, offset, value in zip(launcher.kinds, offsets, parameters, strict=False):
+    for offset, (kind, value) in zip(offsets, passed, strict=False):
         if kind == _POINTER:
             if isinstance(value, Operand):
                 addresses.append((offset, at[id(value)]))
@@ -68,15 +76,17 @@ def kernel_node(
             struct.pack_into(_FORMATS[kind], params, offset, value)
         else:
             return None
-    for offset in offsets[len(parameters) :]:
-        struct.pack_into("=Q", params, offset, 0)
     function, _, *others = sample.header
     header = (function, grid, *others)
-    return dataclasses.replace(sample, header=header, params=bytes(params)), addresses
+    # Not by `dataclasses.replace`, which takes longer than all else here.
+    made = NodeRecord(
+        sample.kind, sample.name, header, bytes(params), sample.structs, sample.kept, sample.layout
+    )
+    return made, addresses
 
 
 def _launched(launcher: types.FunctionType, arguments: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """The grid and the parameters with which a launcher launches."""
+    """The grid, and what else a launcher is called with: the parameters come last."""
     probe = _probes.get(launcher)
     if probe is None:
         namespace = dict(launcher.__globals__)

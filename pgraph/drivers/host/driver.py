@@ -292,6 +292,9 @@ class HostDriver(Driver):
     def capture(self, arena: Arena) -> Iterator[Session]:
         yield HostSession(arena)
 
+    def graph(self, nodes: Sequence[NodeRecord], order: Topology, slots: Sequence[Slot]) -> HostGraph:
+        return HostGraph(order)
+
     def instantiate(
         self, graph: Any, nodes: Sequence[NodeRecord], first: int, last: int, slots: Sequence[Slot]
     ) -> Exec:

@@ -1,0 +1,121 @@
+"""Graphs made by hand, of nodes that no capture recorded.
+
+Note [Graphs made by hand]
+A computed recording has no graph. Where no exec of another size has its kernels, one is made of a graph that
+is put together node by node. A node takes a function, dimensions and parameters when it is added, and launch
+attributes afterwards. Then all nodes are read as those of a capture are: unless each is what was computed,
+to the last byte and attribute, the graph is thrown away, and that size is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from pgraph.drivers.cuda import kept
+from pgraph.drivers.cuda.graph import CudaGraph, anchored, ordinary_range, rebound_copies
+from pgraph.drivers.cuda.nodes import check, read_node, read_nodes, succeeded
+from pgraph.drivers.cuda.settings import ALIGNED, places, struct_of
+from pgraph.errors import CaptureError, DriverError
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
+from pgraph.template.topology import Topology
+
+__all__ = ["assembled"]
+
+log = logging.getLogger(__name__)
+
+
+def assembled(
+    nodes: Sequence[NodeRecord], order: Topology, slots: Sequence[Slot], device: int
+) -> CudaGraph | None:
+    """A graph of these nodes; None if it cannot be made, or would not be the same.
+
+    Args:
+        slots: of all nodes. Copies and fills among them are anchored (Note [Copies are anchored]).
+    """
+    if order.odd:
+        return None
+    (raw,) = check(cu.cuGraphCreate(0))
+    graph = CudaGraph(raw, [])
+    try:
+        wanted, _holder = _at_ordinary_memory(nodes, slots, device)
+        graph.nodes = _added(int(raw), wanted, order)
+        found = list(read_nodes(graph.nodes))
+        for i, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
+            if mine.kind == "kernel" and mine.kept and theirs.kept and mine.kept != theirs.kept:
+                kept.give(graph.nodes[i], tuple(mine.kept), tuple(theirs.kept))
+                found[i] = read_node(graph.nodes[i])
+    except (CaptureError, DriverError) as e:
+        log.debug("no graph could be made by hand: %s", e)
+        return None
+    for position, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
+        if mine != theirs:
+            log.debug("a graph made by hand is another one at node %d: %s is %s", position, mine, theirs)
+            return None
+    graph.anchored = True
+    return graph
+
+
+def _at_ordinary_memory(
+    nodes: Sequence[NodeRecord], slots: Sequence[Slot], device: int
+) -> tuple[list[NodeRecord], Any]:
+    """The nodes, with copies and fills anchored, and what holds the memory there."""
+    found, copies = list(nodes), rebound_copies(nodes, slots)
+    if not copies:
+        return found, None
+    address, holder = ordinary_range([record for _, record in copies], device)
+    for position, record in copies:
+        params = bytes(anchored(record, address))
+        stays = kept.of_copy(params) if record.kind == "memcpy" else kept.of_fill(params)
+        found[position] = NodeRecord(record.kind, record.name, record.header, params, kept=stays)
+    return found, holder
+
+
+def _added(graph: int, nodes: Sequence[NodeRecord], order: Topology) -> list[int]:
+    """Add nodes to an empty graph, each after those that it waits for; returns their handles."""
+    params, structs, total = places(nodes, 0)
+    memory = ctypes.create_string_buffer(total + ALIGNED)
+    base = -(-ctypes.addressof(memory) // ALIGNED) * ALIGNED
+    view = memoryview(memory).cast("B")[base - ctypes.addressof(memory) :]
+    awaited: list[list[int]] = [[] for _ in nodes]
+    for before, after in order.edges:
+        awaited[after].append(before)
+    handles: list[int] = []
+    context = int(check(cu.cuCtxGetCurrent())[0])
+    for i, node in enumerate(nodes):
+        view[params[i] : params[i] + len(node.params)] = node.params
+        waits = (ctypes.c_void_p * max(len(awaited[i]), 1))(*(handles[before] for before in awaited[i]))
+        handle = ctypes.c_void_p()
+        told: list[Any] = [ctypes.byref(handle), graph, waits, len(awaited[i])]
+        if node.kind != "empty":
+            told.append(struct_of(view, node, base, params[i], structs[i]))
+        if node.kind in ("memcpy", "memset"):
+            told.append(context)
+        succeeded(_adders()[node.kind](*told))
+        handles.append(int(handle.value or 0))
+    return handles
+
+
+@functools.cache
+def _adders() -> dict[str, Any]:
+    """The driver functions that add a node of each kind.
+
+    Called by hand: NVIDIA's bindings take no list of parameters by address.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    adders = {
+        "empty": (lib.cuGraphAddEmptyNode, 0),
+        "kernel": (lib.cuGraphAddKernelNode_v2, 1),
+        "memcpy": (lib.cuGraphAddMemcpyNode, 2),
+        "memset": (lib.cuGraphAddMemsetNode, 2),
+    }
+    for function, more in adders.values():
+        pointers: list[Any] = [ctypes.c_void_p] * 3
+        function.argtypes = [*pointers, ctypes.c_size_t, *[ctypes.c_void_p] * more]
+    return {kind: function for kind, (function, _) in adders.items()}

@@ -1,0 +1,134 @@
+"""Graphs made by hand, and replicas of execs: nodes that are added are what a capture recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cu
+from gpu_helpers import DEVICE, built, compile_pgraph, explain, randn, report
+from torch import Tensor, nn
+
+from pgraph.drivers.cuda import assemble
+from pgraph.drivers.cuda import graph as graphs
+from pgraph.drivers.cuda.edges import ordered_nodes
+from pgraph.drivers.cuda.nodes import check, read_nodes
+from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
+
+pytestmark = pytest.mark.gpu
+
+
+def captured() -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+    """A product, a kernel, a copy and a fill, on memory that stays."""
+    t = {name: randn(512, 512, dtype=torch.bfloat16) for name in ("a", "b", "product", "copy")}
+    t["fill"] = torch.ones(1000, dtype=torch.uint8, device=DEVICE)
+    torch.mm(t["a"], t["b"])
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        torch.mm(t["a"], t["b"], out=t["product"])
+        t["product"].relu_()
+        t["copy"].copy_(t["product"])
+        stream = torch.cuda.current_stream().cuda_stream
+        check(cu.cuMemsetD8Async(t["fill"].data_ptr(), 7, 1000, stream))
+    return graph, t
+
+
+def test_nodes_are_added_as_they_were_captured() -> None:
+    graph, t = captured()
+    handles, order = ordered_nodes(cu.CUgraph(graph.raw_cuda_graph()))
+    nodes = read_nodes(handles)
+    assert {"kernel", "memcpy", "memset"} <= {node.kind for node in nodes}
+    made = assemble.assembled(nodes, order, (), 0)
+    assert made is not None
+    assert read_nodes(made.nodes) == nodes
+    want = (t["a"] @ t["b"]).relu()
+    for name in ("product", "copy", "fill"):
+        t[name].zero_()
+    (exec,) = check(cu.cuGraphInstantiate(made.graph, 0))
+    check(cu.cuGraphLaunch(exec, torch.cuda.current_stream().cuda_stream))
+    torch.cuda.synchronize()
+    assert torch.equal(t["product"], want)
+    assert torch.equal(t["copy"], want)
+    assert bool((t["fill"] == 7).all())
+    check(cu.cuGraphExecDestroy(exec))
+
+
+def test_copies_and_fills_with_slots_are_anchored() -> None:
+    graph, _ = captured()
+    handles, order = ordered_nodes(cu.CUgraph(graph.raw_cuda_graph()))
+    nodes = read_nodes(handles)
+    moving = [i for i, node in enumerate(nodes) if node.kind in ("memcpy", "memset")]
+    offsets = {"memcpy": (48, 136), "memset": (0,)}
+    slots = [Slot(i, offset, 0, 0) for i in moving for offset in offsets[nodes[i].kind]]
+    made = assemble.assembled(nodes, order, slots, 0)
+    assert made is not None
+    assert made.anchored
+    for i, (mine, theirs) in enumerate(zip(read_nodes(made.nodes), nodes, strict=True)):
+        assert (mine == theirs) == (i not in moving)
+
+
+def test_a_graph_that_reads_back_as_another_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = captured()
+    handles, order = ordered_nodes(cu.CUgraph(graph.raw_cuda_graph()))
+    nodes = read_nodes(handles)
+    at = next(i for i, node in enumerate(nodes) if node.kind == "kernel")
+
+    def read(handles: Sequence[int]) -> Sequence[NodeRecord]:
+        found = list(read_nodes(handles))
+        function, grid, *others = found[at].header
+        header = (function, (grid[0] + 1, *grid[1:]), *others)
+        found[at] = NodeRecord("kernel", found[at].name, header, found[at].params, found[at].structs)
+        return found
+
+    monkeypatch.setattr(assemble, "read_nodes", read)
+    assert assemble.assembled(nodes, order, (), 0) is None
+
+
+class Copying(nn.Module):
+    """A product, and a copy that ATen makes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).clone().relu().clone()
+
+
+def test_replicas_when_what_copies_were_anchored_at_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may have given it back long since: replicas need another place."""
+    real, anchors = graphs.ordinary_range, []
+
+    def gone_soon(copies: Any, device: int) -> tuple[int, Any]:
+        address = int(check(cu.cuMemAlloc(1 << 22))[0])
+        anchors.append(address)
+        return address, None
+
+    monkeypatch.setattr(graphs, "ordinary_range", gone_soon)
+    blocks = [Copying().to(DEVICE) for _ in range(4)]
+    compiled = [compile_pgraph(block, codegen="aten", dynamic=False) for block in blocks]
+
+    def run(parts: Sequence[Any], x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for part in parts:
+                x = part(x)
+        return x
+
+    x = randn(64, 256)
+    want = run(blocks, x)
+    for _ in range(3):
+        run(compiled, x)
+    assert anchors, explain()
+    for address in anchors:
+        check(cu.cuMemFree(address))
+    monkeypatch.setattr(graphs, "ordinary_range", real)
+    for _ in range(80):
+        got = run(compiled, x)
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=5e-4)
+    execs = [1 + len(recipe._others) for b in built() for recipe in b.recipes]
+    assert max(execs) >= 4, explain()
+    assert report().captures == 1
