@@ -255,8 +255,8 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
             before, known = (which, bases), set(want)
 
 
-def replicated(device: Device, recipe: Any, count: int) -> None:
-    """Have so many further execs take turns with the recipe's own."""
+def replicated(device: Device, recipe: Any, count: int, itself: bool = True) -> None:
+    """Have so many further execs take turns with the recipe's own, or alone."""
     made = []
     for number in range(count):
         exec = cuda_exec.CudaExec.__new__(cuda_exec.CudaExec)
@@ -265,7 +265,7 @@ def replicated(device: Device, recipe: Any, count: int) -> None:
         device.execs.add(EXEC + 100 + number)
         exec._begin(old.nodes, old._rooms, set(old.taken), EXEC + 100 + number, CTX)
         made.append(recipe.replica(exec))
-    recipe.take_turns(made)
+    recipe.take_turns(made, itself or not made)
 
 
 ADDRESSES = [[k << 40 for k in range(n, n + 4)] for n in (1, 11, 21, 31)]
@@ -276,10 +276,11 @@ ADDRESSES = [[k << 40 for k in range(n, n + 4)] for n in (1, 11, 21, 31)]
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
     steps=st.lists(st.tuples(st.integers(0, 3), st.sampled_from((None, None, None, 0, 1, 3))), max_size=14),
     count=st.integers(0, 3),
+    itself=st.booleans(),
 )
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_execs_that_take_turns_do_the_same(
-    data: st.DataObject, kinds: list[str], steps: list[tuple[int, int | None]], count: int
+    data: st.DataObject, kinds: list[str], steps: list[tuple[int, int | None]], count: int, itself: bool
 ) -> None:
     """Each launch does what it should, whichever exec it takes; C and Python take the same one."""
     size = data.draw(sizes(kinds))
@@ -289,7 +290,7 @@ def test_execs_that_take_turns_do_the_same(
             continue
         with pytest.MonkeyPatch.context() as patch:
             device, _, (recipe,) = recipes_of(patch, way, [size])
-            replicated(device, recipe, count)
+            replicated(device, recipe, count, itself)
             told: list[Any] = []
             for which, will_fail in steps:
                 launches, want = len(device.launched), wanted(size, ADDRESSES[which])

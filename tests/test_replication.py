@@ -120,6 +120,39 @@ def test_parameters_that_alternate_are_set_no_more(places: None) -> None:
     assert gone[-1] == 0
 
 
+def test_sizes_in_turn_get_execs_of_their_own(places: None) -> None:
+    """Four sizes share an exec, and each launch finds another one's numbers in it, at first."""
+
+    def fn(x: Tensor, ws: list[Tensor]) -> Tensor:
+        for w in ws:
+            x = torch.tanh(x @ w)
+        return x
+
+    compiled = host(fn, dynamic=True, step_aside=False)
+    weights = [torch.randn(8, 8) for _ in range(6)]
+    given = [torch.randn(n, 8) for n in (3, 5, 7, 11)]
+    gone: list[float] = []
+    for _ in range(50):
+        before = pgraph.report()
+        for x in given:
+            torch.testing.assert_close(compiled(x, weights), fn(x, weights))
+        after = pgraph.report()
+        gone.append((after.rewritten_nodes - before.rewritten_nodes) / len(given))
+    assert sorted(execs()) == [1, 2, 2, 2], "three have left the shared one, which is the fourth's now"
+    assert gone[6] > 4
+    assert gone[-1] <= 1, "each call has a result of its own"
+
+
+def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
+    replication, recipe = told(lambda count: 0, shared=True)
+    assert (len(recipe.others), recipe.itself) == (1, False)
+    assert replication.nbytes
+    replication, recipe = told(lambda count: count % 3, shared=True)
+    assert (len(recipe.others), recipe.itself) == (3, False)
+    replication, recipe = told(lambda count: count, shared=True)
+    assert not recipe.others, "its addresses are new each time: no exec would hold them"
+
+
 SLOTS = 16
 
 
@@ -133,6 +166,7 @@ class Recipes:
         self.rows: list[bytes] = []
         self.room = 0
         self.others: list[Any] = []
+        self.itself = True
 
     def launch(self, row: int) -> None:
         if len(self.rows) < self.room:
@@ -145,8 +179,8 @@ class Recipes:
         self.room = 0
         return self.rows
 
-    def take_turns(self, others: list[Any]) -> None:
-        self.others = others
+    def take_turns(self, others: list[Any], itself: bool = True) -> None:
+        self.others, self.itself = others, itself
 
 
 class Driver:
@@ -166,11 +200,15 @@ class Driver:
 
 
 def told(
-    found: Callable[[int], int], driver: Any = None, room: int = 1 << 30, launches: int = 600
+    found: Callable[[int], int],
+    driver: Any = None,
+    room: int = 1 << 30,
+    launches: int = 600,
+    shared: bool = False,
 ) -> tuple[Replication, Recipes]:
     """What is decided after so many launches."""
     recipe = Recipes()
-    made = Replication("p", [(recipe, 10)], driver or Driver())  # type: ignore[list-item]
+    made = Replication("p", [(recipe, 10)], driver or Driver(), shared)  # type: ignore[list-item]
     for count in range(launches):
         recipe.launch(found(count))
         if not made.over:

@@ -65,6 +65,7 @@ class Recipe(abc.ABC):
     entry: int | None = None
     _turns: Turns | None = None
     _others: tuple[Recipe, ...] = ()
+    _itself = True  # takes turns with the others
 
     @abc.abstractmethod
     def launch(self, bases: list[int], stream: int) -> int:
@@ -102,21 +103,26 @@ class Recipe(abc.ABC):
         turns, self._turns = self._turns, None
         return turns.kept if turns is not None else []
 
-    def take_turns(self, others: Sequence[Recipe]) -> None:
+    def take_turns(self, others: Sequence[Recipe], itself: bool = True) -> None:
         """From now on launches are made by this one or by one of these (Note [An exec for each layer]).
 
         Args:
             others: made by `Driver.replica`.
+            itself: False where its own exec is left to the other recipes that share it.
         """
-        self._others = tuple(others)
+        self._others, self._itself = tuple(others), itself
         self._turns = Turns()
 
     def _turn(self, bases: Sequence[int]) -> Recipe:
         """Which of them serves a launch, where that is told in Python."""
         if self._turns is None:
             return self
-        all_of_them = self, *self._others
-        return all_of_them[self._turns.next(all_of_them, bases)]
+        in_turn = self._in_turn
+        return in_turn[self._turns.next(in_turn, bases)]
+
+    @property
+    def _in_turn(self) -> tuple[Recipe, ...]:
+        return (self, *self._others) if self._itself else self._others
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

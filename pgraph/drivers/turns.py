@@ -8,6 +8,9 @@ The addresses tell whose turn it is: the exec that comes after the last one is a
 an order, then all. If none has these addresses, one that holds nothing yet takes them, else the one that
 comes next. Any of them would be right: a launch sets what differs.
 
+So it is with sizes that share an exec (Note [Shared execs]) and come in turn: each launch finds another
+size's numbers in it. One that is launched often gets an exec of its own, and leaves the shared one to others.
+
 A replica takes the device some kilobytes a node, so `pgraph.runtime.replication` decides who gets some.
 """
 

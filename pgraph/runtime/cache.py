@@ -151,16 +151,16 @@ class SpecializationCache:
         """Note a launch that set several nodes (Note [An exec for each layer] in `pgraph.drivers.turns`)."""
         replication = specialization.replication
         decided = replication is not None and (replication.over or rewritten < replication.worth)
-        if decided or self._stats.met.varies:
+        if decided:
             return
         with self.lock:
-            built = specialization.built
-            if built is None or len(self._holdings.group_of(specialization).members) > 1:
+            if (built := specialization.built) is None:
                 return
             if (replication := specialization.replication) is None:
                 chunks = built.template.plan.chunks
                 recipes = [(r, c.last - c.first) for r, c in zip(built.recipes, chunks, strict=True)]
-                replication = Replication(self._stats.name, recipes, self._driver)
+                shared = len(self._holdings.group_of(specialization).members) > 1
+                replication = Replication(self._stats.name, recipes, self._driver, shared)
                 specialization.replication = replication
             if rewritten < replication.worth:
                 return

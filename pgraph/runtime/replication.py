@@ -1,4 +1,4 @@
-"""Which specializations get an exec for each set of addresses that takes turns.
+"""Which specializations get an exec for each set of addresses that takes turns, or of their own.
 
 See Note [An exec for each layer] in `pgraph.drivers.turns`. A replica takes memory of the device, and gains
 nothing where the device sets the pace. So what launches find is watched for a while, and there are replicas
@@ -58,6 +58,7 @@ class Replication:
         name: of the partition.
         recipes: of its chunks, with the number of each one's nodes.
         driver: makes replicas.
+        shared: whether other sizes use the same execs.
 
     Attributes:
         worth: nodes that a launch must set to count.
@@ -67,8 +68,10 @@ class Replication:
         recipe_bytes: of the host's memory.
     """
 
-    def __init__(self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver, shared: bool = False
+    ) -> None:
+        self._name, self._shared = name, shared
         self._recipes = tuple(recipes)
         self._driver = driver
         self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))
@@ -111,30 +114,31 @@ class Replication:
                 recipe.watch(_LAST)
 
     def _decide(self, room: Callable[[], int]) -> None:
-        sets = [found.in_turn() for found in self._sets]
+        # An exec that is left to other sizes serves none of its sets.
+        wanted = [max(found.in_turn() - (not self._shared), 0) for found in self._sets]
         planned = sum(
-            (count - 1) * (NODE_BYTES * nodes + EXEC_BYTES)
-            for count, (_, nodes) in zip(sets, self._recipes, strict=True)
+            count * (NODE_BYTES * nodes + EXEC_BYTES)
+            for count, (_, nodes) in zip(wanted, self._recipes, strict=True)
         )
         host_sets_pace = 2 * self._waited > _LOOK
         if planned and host_sets_pace and planned <= room():
-            self._replicate(sets)
+            self._replicate(wanted)
             self.over = True
 
-    def _replicate(self, sets: Sequence[int]) -> None:
-        for count, (recipe, nodes) in zip(sets, self._recipes, strict=True):
-            if count == 1:
+    def _replicate(self, wanted: Sequence[int]) -> None:
+        for count, (recipe, nodes) in zip(wanted, self._recipes, strict=True):
+            if count < 1:
                 continue
             try:
-                others = [self._driver.replica(recipe) for _ in range(count - 1)]
+                others = [self._driver.replica(recipe) for _ in range(count)]
             except DriverError as e:
                 log.info("%s: no further execs: %s", self._name, e)
                 return
-            recipe.take_turns(others)
+            recipe.take_turns(others, itself=not self._shared)
             self.nbytes += len(others) * (NODE_BYTES * nodes + EXEC_BYTES)
             self.exec_bytes += sum(other.exec.nbytes for other in others)
             self.recipe_bytes += sum(other.nbytes for other in others)
-        log.info("%s: %s take turns", self._name, amount(max(sets), "exec"))
+        log.info("%s: %s take turns", self._name, amount(max(wanted) + (not self._shared), "exec"))
 
 
 class _Sets:
@@ -169,7 +173,7 @@ class _Sets:
         return self._count - 1
 
     def in_turn(self) -> int:
-        """How many execs would serve the sets that take turns; 1 if no such number is known.
+        """How many execs would serve the sets that take turns; 1 if there is one, 0 if no number is known.
 
         One more serves the launches that find what is new each time: else these would take another's exec
         in its turn, that one the next one's, and so on.
@@ -178,7 +182,7 @@ class _Sets:
             latest = self._of[-window:]
             again = {number: count for number, count in Counter(latest).items() if count > 1}
             many = sum(again.values()) >= _REPEATED * len(latest)
-            if many and 1 < len(again) <= MOST and len(latest) >= _ROUNDS * len(again):
+            if many and len(again) <= MOST and len(latest) >= _ROUNDS * len(again):
                 still = any(number not in again for number in latest[len(latest) // 2 :])
                 return len(again) + still
-        return 1
+        return 0

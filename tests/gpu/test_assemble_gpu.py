@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cuda.bindings import driver as cu
 from gpu_helpers import DEVICE, built, compile_pgraph, explain, randn, report
 from torch import Tensor, nn
 
-from pgraph.drivers.cuda import assemble
-from pgraph.drivers.cuda import graph as graphs
-from pgraph.drivers.cuda.edges import ordered_nodes
-from pgraph.drivers.cuda.nodes import check, read_nodes
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
+
+cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+assemble = pytest.importorskip("pgraph.drivers.cuda.assemble", reason="needs cuda-bindings")
+edges = pytest.importorskip("pgraph.drivers.cuda.edges", reason="needs cuda-bindings")
+graphs = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
+nodes_of = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
+check, read_nodes, ordered_nodes = nodes_of.check, nodes_of.read_nodes, edges.ordered_nodes
 
 pytestmark = pytest.mark.gpu
 

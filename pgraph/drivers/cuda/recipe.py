@@ -95,6 +95,7 @@ class CudaRecipe(Recipe):
         """
         made = copy.copy(self)
         made.exec, made._turns, made._others, made._entries = exec, None, (), None
+        made._itself = True
         made._memory = ctypes.create_string_buffer(len(self._memory))
         base, old = -(-ctypes.addressof(made._memory) // ALIGNED) * ALIGNED, ctypes.addressof(self._entry)
         ctypes.memmove(base, old, ctypes.sizeof(self._words))
@@ -120,10 +121,10 @@ class CudaRecipe(Recipe):
         self._entries, row = None, 8 * entry.n_slots
         return [bytes(memoryview(kept).cast("B")[i * row : (i + 1) * row]) for i in range(entry.rows)]
 
-    def take_turns(self, others: Sequence[Recipe]) -> None:
-        super().take_turns(others)
+    def take_turns(self, others: Sequence[Recipe], itself: bool = True) -> None:
+        super().take_turns(others, itself)
         if self._library is not None:
-            self._served_by((self, *others), 0)
+            self._served_by(self._in_turn, 0)
 
     def _served_by(self, recipes: Sequence[Recipe], room: int) -> None:
         """Have C choose among these, and keep the addresses of so many launches."""

@@ -115,7 +115,7 @@ class HostRecipe(Recipe):
         """See `Driver.replica`."""
         made = copy.copy(self)
         made.exec, made._number, made._params = self.exec.replica(), next(_numbers), bytearray(self._params)
-        made._turns, made._others = None, ()
+        made._turns, made._others, made._itself = None, (), True
         return made
 
     def today(self, bases: Sequence[int]) -> list[int]:
