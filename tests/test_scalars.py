@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pgraph.ops.safety import refusal
-from pgraph.rewrites import constants
+from pgraph.rewrites import constants, scalars
 
 aten = torch.ops.aten
 OP = torch.ops.pgraph.numbers_on_device.default
@@ -194,3 +195,22 @@ def test_the_op_copies_values_in_order() -> None:
     got = torch.ops.pgraph.numbers_on_device(numbers, torch.device("cpu"))
     same(got, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64))
     torch.library.opcheck(OP, (numbers, torch.device("cpu")), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_was_copied_is_found_by_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalars, "_copied_before", OrderedDict())
+    monkeypatch.setattr(scalars, "_MOST", 2)
+    meta = torch.device("meta")  # stands for the device
+
+    def copied(*numbers: float) -> Tensor:
+        together = torch.tensor(numbers, dtype=torch.float64)
+        return scalars._known(tuple(map(float.hex, numbers)), together, meta)
+
+    zeros = copied(0.0, 1.0)
+    assert zeros.device == meta
+    assert copied(0.0, 1.0) is zeros
+    assert copied(-0.0, 1.0) is not zeros
+    assert copied(0.0, 1.0) is zeros
+    copied(float("nan"), 1.0)
+    assert len(scalars._copied_before) == 2
+    assert copied(0.0, 1.0) is zeros, "the one that was used least goes first"

@@ -45,6 +45,7 @@ SHARE: Final = 1 / 2
 
 _BEGIN = 8  # launches that set several nodes, before any is watched
 _LOOK = 24  # watched launches after which is looked at what they found, again and again
+_EAGER = 4, 12  # both, for a size of several: each of them is launched the more seldom
 _LAST = 512  # and after which no more are watched
 _WINDOWS = (24, 72, 216, 512)  # so many of the last ones: earlier ones may have found what never comes again
 _REPEATED = 3 / 4  # of the launches that found what others did, nearly
@@ -72,6 +73,7 @@ class Replication:
         self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver, shared: bool = False
     ) -> None:
         self._name, self._shared = name, shared
+        self._begin, self._look = _EAGER if shared else (_BEGIN, _LOOK)
         self._recipes = tuple(recipes)
         self._driver = driver
         self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))
@@ -97,19 +99,19 @@ class Replication:
 
     def _moved(self, room: Callable[[], int]) -> None:
         self._launches += 1
-        watched = self._launches - _BEGIN
+        watched = self._launches - self._begin
         if watched > 0:
             # What was asked for before this launch is done by now: the device waits for the host.
             self._waited += self._passed is None or self._passed()
         if watched >= 0:
             self._passed = self._driver.mark()
-        if watched > 0 and watched % _LOOK == 0:
+        if watched > 0 and watched % self._look == 0:
             for sets, (recipe, _) in zip(self._sets, self._recipes, strict=True):
                 sets.found(recipe.watched())
             self._decide(room)
             self.over |= watched >= _LAST
             self._waited = 0
-        if watched >= 0 and watched % _LOOK == 0 and not self.over:
+        if watched >= 0 and watched % self._look == 0 and not self.over:
             for recipe, _ in self._recipes:
                 recipe.watch(_LAST)
 
@@ -120,7 +122,7 @@ class Replication:
             count * (NODE_BYTES * nodes + EXEC_BYTES)
             for count, (_, nodes) in zip(wanted, self._recipes, strict=True)
         )
-        host_sets_pace = 2 * self._waited > _LOOK
+        host_sets_pace = 2 * self._waited > self._look
         if planned and host_sets_pace and planned <= room():
             self._replicate(wanted)
             self.over = True

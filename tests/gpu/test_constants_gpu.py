@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_helpers import (
     DEVICE,
+    as_bytes,
     assert_launched,
     check,
     compile_pgraph,
@@ -171,6 +172,20 @@ def test_floats_that_may_vary_are_copied_once(codegen: str, grad: bool) -> None:
     assert [p.facts.safe for p in report().partitions].count(False) == 1, explain()
     assert len(report().capturable) == 1 + grad, explain()
     assert_launched(2)
+
+
+def test_numbers_that_stay_the_same_may_be_written_over() -> None:
+    """What is given is a copy, on each stream, and another one where a bit differs."""
+    copy = torch.ops.pgraph.numbers_on_device.default
+    zero, minus, one = (torch.tensor(x, dtype=torch.float64) for x in (0.0, -0.0, 1.0))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for _ in range(3):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                for numbers in ([zero, one], [minus, one], [one, zero]):
+                    got = copy(numbers, DEVICE)
+                    assert as_bytes(got.cpu()).tolist() == as_bytes(torch.stack(numbers)).tolist()
+                    got.fill_(7)
 
 
 # -- what `pgraph.rewrites.operands` says of CUDA's kernels ----------------------------------------

@@ -43,7 +43,7 @@ from pgraph.template import match
 
 # They need cuda-bindings, which a CPU build of torch does not bring.
 cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-cuda_driver = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
+cuda_session = pytest.importorskip("pgraph.drivers.cuda.session", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 cuda_nodes = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
 
@@ -175,13 +175,13 @@ def test_a_product_has_no_slots_unless_the_buffer_is_read(
 def test_parameters_owned_by_the_nodes_stay_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hazard 6: launches write into buffers of their own."""
     recorded: list[Any] = []
-    read = cuda_driver.read_nodes
+    read = cuda_session.read_nodes
 
     def noting(nodes: Any, with_kept: bool) -> Any:
         recorded.append(read(nodes, with_kept))
         return recorded[-1]
 
-    monkeypatch.setattr(cuda_driver, "read_nodes", noting)
+    monkeypatch.setattr(cuda_session, "read_nodes", noting)
     compiled = compile_pgraph(lambda x, w: (torch.cat((x @ w, x.clone())) * 2).sum(0), codegen="aten")
     chains: list[Any] = []
     seen: list[list[bytes]] = []
