@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import schema
-from coverage_subject import Job
+
+if TYPE_CHECKING:  # it imports torch, which tables are made without
+    from coverage_subject import Job
 
 Row = dict[str, Any]
 KINDS = ("check", "time", "count", "memory")
