@@ -123,8 +123,8 @@ def test_check_reports_what_is_wrong(
 @pytest.mark.parametrize("kind", ["forward", "training"])
 def test_a_transformer(kind: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    wide = model[0](torch.randn(1, 3, 32)).shape[-1]
+    model = Block()
+    wide = model(torch.randn(1, 3, 32)).shape[-1]
     run, plain = compiled(model), torch.compile(model, dynamic=True)
     for length in (*WARM, 17, 6, 31, 17, 12):
         results = []

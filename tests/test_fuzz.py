@@ -17,7 +17,7 @@ from support_fuzz import MANY_SIZES, SIZES, Program, check, programs
 import pgraph
 
 SHARDS = 8
-PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "200"))
+PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "144"))
 COMPILED = 4  # of them also with Inductor's code
 
 
