@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Block, host, same
-from torch import Tensor, nn
+from torch import Tensor
 
 import pgraph
 from pgraph.compute import computer as computers
