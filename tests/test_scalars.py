@@ -214,3 +214,25 @@ def test_what_was_copied_is_found_by_its_bits(monkeypatch: pytest.MonkeyPatch) -
     copied(float("nan"), 1.0)
     assert len(scalars._copied_before) == 2
     assert copied(0.0, 1.0) is zeros, "the one that was used least goes first"
+
+
+def test_a_call_is_given_a_copy_of_what_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the device: the same numbers on the same stream are told by their bits."""
+    keys: list[Any] = []
+    kept: dict[Any, Tensor] = {}
+
+    def known(key: Any, together: Tensor, device: torch.device) -> Tensor:
+        keys.append(key)
+        return kept.setdefault(key, together)
+
+    streams = iter((5, 5, 5, 6))
+    monkeypatch.setattr(scalars, "_known", known)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
+    zero, minus, one = (torch.tensor(x, dtype=torch.float64) for x in (0.0, -0.0, 1.0))
+    for numbers in ([zero, one], [zero, one], [minus, one], [zero, one]):
+        got = scalars._numbers_on_device(numbers, torch.device("cuda", 0))
+        assert got.tolist() == [0.0, 1.0]
+        got.fill_(7)
+    assert len(kept) == 3
+    assert keys[0] == keys[1] == (0, 5, torch.float64, bytes(8) + b"\0\0\0\0\0\0\xf0\x3f")
