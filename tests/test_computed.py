@@ -25,6 +25,7 @@ from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.operands import Operand
 from pgraph.runtime import registry
+from pgraph.runtime.economy import Economy
 from pgraph.template.recording import NodeRecord
 
 WARM = (3, 3, 5, 5, 9, 9, 4, 4)  # the first capture is not compared, the next three are
@@ -118,6 +119,19 @@ def test_check_reports_what_is_wrong(
         call(model, (17, 17))
     assert "a computed recording is not the captured one: node" in caplog.text
     assert "byte" in (computer().reason or "")
+
+
+def test_the_economy_is_told_of_sizes_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[bool, bool]] = []
+    real = Economy.captured
+
+    def captured(economy: Economy, seconds: float, computed: bool = False, first: bool = False) -> None:
+        told.append((computed, first))
+        real(economy, seconds, computed, first)
+
+    monkeypatch.setattr(Economy, "captured", captured)
+    call(compiled(), (*WARM, 17, 12))
+    assert told == [(False, False)] * 4 + [(True, True)] * 2
 
 
 @pytest.mark.parametrize("kind", ["forward", "training"])

@@ -311,6 +311,25 @@ def test_the_driver_tells_whether_the_device_is_behind(behind: bool, monkeypatch
     assert tried.stats.captures == (1 if behind else 2)
 
 
+def test_it_is_told_which_runs_are_a_sizes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    real = Economy.ran
+
+    def ran(economy: Economy, seconds: float, behind: bool = False, first: bool = False) -> None:
+        told.append(first)
+        real(economy, seconds, behind, first)
+
+    monkeypatch.setattr(Economy, "ran", ran)
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    tried = Tried(monkeypatch, launch_us=7, own_us=10e6, dynamic=True)
+    tried.served(3)
+    before = len(told)
+    assert told == [True] + [False] * (before - 1)
+    for _ in range(2):
+        tried.call(5)
+    assert told[before:] == [True, False]
+
+
 def test_a_second_size_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
     tried = Tried(monkeypatch, launch_us=7, own_us=9, dynamic=True)

@@ -149,8 +149,11 @@ def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
     assert replication.nbytes
     replication, recipe = told(lambda count: count % 3, shared=True)
     assert (len(recipe.others), recipe.itself) == (3, False)
-    replication, recipe = told(lambda count: count, shared=True)
+    replication, recipe = told(lambda count: count, shared=True, launches=45)
     assert not recipe.others, "its addresses are new each time: no exec would hold them"
+    assert (replication.over, replication._sets, recipe.room) == (True, [], 0), (
+        "hundreds of sizes keep nothing"
+    )
 
 
 SLOTS = 16

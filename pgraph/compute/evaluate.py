@@ -234,7 +234,7 @@ class _Evaluation:
     def argument(self, value: Any) -> Any:
         kind = type(value)
         if kind is Place:
-            return self.operands.get(id(value)) or self.operand(value)
+            return self.operand(value)
         if kind is Figure:
             return self.values[value.place]
         if kind is Host:
@@ -242,7 +242,9 @@ class _Evaluation:
         return value
 
     def operand(self, place: Place) -> Operand:
-        found = self.operands[id(place)] = self._operand(place)
+        found = self.operands.get(id(place))
+        if found is None:
+            found = self.operands[id(place)] = self._operand(place)
         return found
 
     def _operand(self, place: Place) -> Operand:

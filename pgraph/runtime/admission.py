@@ -145,8 +145,9 @@ class Admission:
                     self._give_up(args)
                     return None
             due = capture and specialization.due(self._options.warmup)
-            computed = capture and self._computes(specialization, args)
-            early = computed and not due and specialization.state is State.NOT_RUN
+            new = capture and specialization.state is State.NOT_RUN
+            computed = (due or new) and self._computes(specialization, args)
+            early = computed and new
             if (due or early) and not self._cache.pays(specialization, computed):
                 self._wait(not_worth)
             elif (due or early) and not self._cache.has_room(specialization, args):
@@ -179,8 +180,7 @@ class Admission:
         computer = self._cache.shelf.computer
         if computer is None or specialization.standing.failures:
             return False
-        waits = specialization.state in (State.NOT_RUN, State.WARMING_UP)
-        return waits and computer.covers(args, specialization.guards.alignments)
+        return computer.covers(args, specialization.guards.alignments)
 
     def _compute(self, specialization: Specialization, args: Sequence[Any]) -> None:
         """Make it launchable without a capture. If that fails it is warmed up and captured like any other."""

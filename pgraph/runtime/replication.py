@@ -9,6 +9,9 @@ if all of these hold:
   such sets (`MOST`): small tensors wander about in the allocator's memory, and an input may be new each time;
 * at most of these launches the device had done all that was asked of it before;
 * the execs of all partitions take no more than a part of what captures may take (`SHARE`), these included.
+
+A size that shares its execs with others leaves them to these. There may be hundreds of sizes, so each is
+watched for a few launches only, and nothing of them is kept afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -43,13 +46,27 @@ MOST: Final = 128
 SHARE: Final = 1 / 2
 """Of the memory that captures may take."""
 
-_BEGIN = 8  # launches that set several nodes, before any is watched
-_LOOK = 24  # watched launches after which is looked at what they found, again and again
-_EAGER = 4, 12  # both, for a size of several: each of them is launched the more seldom
-_LAST = 512  # and after which no more are watched
 _WINDOWS = (24, 72, 216, 512)  # so many of the last ones: earlier ones may have found what never comes again
 _REPEATED = 3 / 4  # of the launches that found what others did, nearly
 _ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
+
+
+class _Pace(NamedTuple):
+    """When launches are watched.
+
+    Args:
+        begin: so many that set several nodes come before.
+        look: watched ones after which is looked at what they found, again and again.
+        last: and after which no more are watched.
+    """
+
+    begin: int
+    look: int
+    last: int
+
+
+_ALONE: Final = _Pace(8, 24, 512)
+_OF_SEVERAL: Final = _Pace(4, 12, 36)
 
 
 class Replication:
@@ -73,12 +90,12 @@ class Replication:
         self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver, shared: bool = False
     ) -> None:
         self._name, self._shared = name, shared
-        self._begin, self._look = _EAGER if shared else (_BEGIN, _LOOK)
+        self._pace = _OF_SEVERAL if shared else _ALONE
         self._recipes = tuple(recipes)
         self._driver = driver
         self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))
         self._launches = self._waited = 0
-        self._sets = [_Sets() for _ in recipes]
+        self._sets = [_Sets(self._pace.last) for _ in recipes]
         self._passed: Passed | None = None
         self.over = False
         self.nbytes = self.exec_bytes = self.recipe_bytes = 0
@@ -99,21 +116,21 @@ class Replication:
 
     def _moved(self, room: Callable[[], int]) -> None:
         self._launches += 1
-        watched = self._launches - self._begin
+        watched, pace = self._launches - self._pace.begin, self._pace
         if watched > 0:
             # What was asked for before this launch is done by now: the device waits for the host.
             self._waited += self._passed is None or self._passed()
         if watched >= 0:
             self._passed = self._driver.mark()
-        if watched > 0 and watched % self._look == 0:
+        if watched > 0 and watched % pace.look == 0:
             for sets, (recipe, _) in zip(self._sets, self._recipes, strict=True):
                 sets.found(recipe.watched())
             self._decide(room)
-            self.over |= watched >= _LAST
+            self.over |= watched >= pace.last
             self._waited = 0
-        if watched >= 0 and watched % self._look == 0 and not self.over:
+        if watched >= 0 and watched % pace.look == 0 and not self.over:
             for recipe, _ in self._recipes:
-                recipe.watch(_LAST)
+                recipe.watch(pace.last)
 
     def _decide(self, room: Callable[[], int]) -> None:
         # An exec that is left to other sizes serves none of its sets.
@@ -122,7 +139,7 @@ class Replication:
             count * (NODE_BYTES * nodes + EXEC_BYTES)
             for count, (_, nodes) in zip(wanted, self._recipes, strict=True)
         )
-        host_sets_pace = 2 * self._waited > self._look
+        host_sets_pace = 2 * self._waited > self._pace.look
         if planned and host_sets_pace and planned <= room():
             self._replicate(wanted)
             self.over = True
@@ -146,9 +163,13 @@ class Replication:
 class _Sets:
     """The sets of addresses that launches of one exec found: each belongs to the one that it is most like, as
     it would be if each had an exec (`SIMILAR`), and what it found stands there from then on.
+
+    Args:
+        room: sets that there is place for at first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._words = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self._count = 0
         self._of: list[int] = []  # the set that each launch found
@@ -158,7 +179,7 @@ class _Sets:
         for row in rows:
             words = torch.frombuffer(bytearray(row), dtype=torch.int64)
             if not self._count:
-                self._words = words.new_empty(_LAST, len(words))
+                self._words = words.new_empty(self._room, len(words))
             self._of.append(self._like(words))
 
     def _like(self, words: torch.Tensor) -> int:
