@@ -25,6 +25,7 @@ class Program:
             done. It can after four captures.
         purse: shared with other partitions.
         set_up: what libraries take for each size, when it is first run or computed.
+        nodes: as they are told before there is a capture.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Program:
         computing: float | None = None,
         purse: Purse | None = None,
         set_up: float = 0.0,
+        nodes: int = 0,
     ) -> None:
         self.own, self.launch, self.cost, self.computing = own, launch, cost, computing
         self.set_up = set_up
-        self.economy = Economy(lambda: self.launches, purse or Purse(0.0))
+        self.economy = Economy(lambda: self.launches, purse or Purse(0.0), nodes)
         self.now = self.spent = 0.0
         self.calls = self.launches = self.looks = 0
         self.runs: dict[int, int] = {}
@@ -154,14 +156,27 @@ def test_a_server_whose_sizes_each_need_a_plan() -> None:
     """Times as on an H200: computing takes 60 ms, 45 of which a first run would have taken as well."""
     rng = random.Random(0)
     sizes = [rng.randint(1, 32) for _ in range(600)]
-    program = Program(own=1.7e-3, launch=0.7e-3, cost=0.05, computing=0.014, purse=Purse(), set_up=0.045)
+    program = Program(own=1.7e-3, launch=0.7e-3, cost=0.05, computing=0.014, purse=Purse(), set_up=0.045, nodes=86)
     program.calls_of(sizes[:300])
     assert len(program.captured) == 32
     before = program.now
     program.calls_of(sizes[300:])
     assert program.now - before < 1.1 * 300 * program.launch
     alone = 600 * program.own + 32 * program.set_up
-    assert program.now < alone + START_S / 2
+    assert program.now < alone + START_S / 6
+
+
+def test_what_may_be_spent_at_the_start_is_for_programs_that_it_is_enough_for() -> None:
+    """Training on lengths of 16 to 256, with 45 ms for each, is never two per cent behind."""
+    rng = random.Random(0)
+    program = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), nodes=240)
+    for step in range(1, 6001):
+        program.call(rng.randrange(16, 257))
+        assert program.now <= 1.0101 * step * program.own
+    assert program.captured
+    few = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), nodes=240)
+    few.calls_of(rng.randrange(16) for _ in range(400))
+    assert len(few.captured) == 16
 
 
 def test_sizes_that_never_come_back_are_computed_where_one_launch_pays_for_it() -> None:
@@ -187,7 +202,7 @@ def test_random_lengths_from_the_first_step_on() -> None:
 def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
     program = Program(own=1e-3, launch=2e-4, cost=0.03)
     size = 0
-    for _ in range(8000):
+    for _ in range(16000):
         program.call(size)
         size += size in program.captured
         assert program.now <= program.calls * program.own + program.cost + CREDIT * program.now + 1e-9
@@ -212,7 +227,7 @@ def test_many_sizes_are_captured_in_the_long_run() -> None:
     rng, program = random.Random(0), Program(own=1e-3, launch=2e-4, cost=0.03)
     program.calls_of(rng.randrange(16) for _ in range(6000))
     assert len(program.captured) == 16
-    assert program.now < 0.5 * program.calls * program.own
+    assert program.now < 0.51 * program.calls * program.own
 
 
 def test_what_saves_nothing_is_not_captured_again() -> None:

@@ -93,7 +93,7 @@ class SpecializationCache:
             budget.join(self)
 
     def _new_economy(self) -> Economy:
-        return Economy(lambda: self._stats.launches, _purse)
+        return Economy(lambda: self._stats.launches, _purse, self._stats.facts.device_ops)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last is last."""

@@ -7,10 +7,15 @@ size is captured if both of these hold:
 * what it is expected to save is more than its capture costs: ``saved per launch * launches >= cost``.
   Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
   whichever is more;
-* all captures of the partition together have cost no more than its launches have saved; or what the captures
-  of all such partitions have cost beyond that (their *debts*) is no more than `START_S`, and `CREDIT` of the
-  time that the program has run. So the most that a program can lose, whatever its sizes do, is that, and a
-  capture of each partition.
+* with it, all captures of the partition together have cost no more than its launches have saved; or what the
+  captures of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time
+  that the program has run, with this one. So the most that a program can lose, whatever its sizes do, is that,
+  and a capture of each partition, from before it met a second size.
+
+There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
+these seconds may be spent at once. A server of 32 batch sizes is at graph speed after some hundred calls, and
+would be after minutes. How many sizes there are is told by how often new ones came of late. Training on
+hundreds of lengths, with 50 ms for each, goes by the rule.
 
 A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
 never more than a second. Else a server would spend on its first requests what it saved up over night.
@@ -46,8 +51,15 @@ __all__ = ["CREDIT", "REST_S", "START_S", "Economy", "Purse", "not_worth"]
 CREDIT: Final = 0.01
 """Share of the program's time that captures may cost beyond what they save."""
 
-START_S: Final = 0.5
-"""Seconds that they may cost besides, once: little beside the compilation that came before."""
+START_S: Final = 1.5
+"""Seconds that they may cost besides, once, where that is enough for all sizes that are to be expected: little
+beside the compilation that came before."""
+
+_LEARNED: Final = 0.5
+"""What it costs to compute a recording, of what a capture costs, as long as it was not done."""
+
+_NODE_S: Final = 7e-4
+"""Seconds that a capture takes for each node, as long as there was none (H200: 0.5 to 0.7 ms)."""
 
 REST_S: Final = 0.1
 """Seconds for which a no holds at most: the times that it was told from may change."""
@@ -93,14 +105,16 @@ class Economy:
     Args:
         launches: tells how many launches of the partition there were.
         purse: which it shares with other partitions.
+        nodes: that a capture will have, about.
 
     Attributes:
         rests_until: until then no capture pays, whatever comes.
     """
 
-    def __init__(self, launches: Callable[[], int], purse: Purse) -> None:
+    def __init__(self, launches: Callable[[], int], purse: Purse, nodes: int = 0) -> None:
         self._launches_so_far = launches
         self._purse = purse
+        self._guess = _NODE_S * nodes
         self._own: deque[float] = deque(maxlen=_SAMPLES)
         self._behind: deque[bool] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
@@ -111,7 +125,7 @@ class Economy:
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
         self._new = self._weight = 0.0
-        self._sizes = self._calls = self._looks = self._skipped = 0
+        self._sizes = self._made = self._calls = self._looks = self._skipped = 0
         self.rests_until = float("-inf")
 
     def met(self, calls: int, now: float) -> None:
@@ -157,6 +171,7 @@ class Economy:
         cost = self._own_part(seconds, first)
         (self._computed if computed else self._costs).append(cost)
         self._spent += cost
+        self._made += 1
         self._purse.spent()
 
     def wasted(self, seconds: float) -> None:
@@ -198,24 +213,41 @@ class Economy:
             learning: how recordings are computed is learned from such a capture.
         """
         self._passed(calls, now)
-        costs = self._computed if computed else self._costs
-        if not costs:
-            return True  # what it costs is not known before it was done once
         if not self._own:
             return False  # what it saves, not before a size came twice
-        cost, saves = statistics.median(costs), self._saves
+        cost, saves = self._cost(computed), self._saves
         if computed and saves >= cost:
             return True
-        share = self._new / self._weight if self._weight else 1.0
+        share = self._share
         between = (1.0 - share) / share if share else float("inf")
         self._skipped = self._resting(calls)
         came = runs * (1.0 + self._skipped / max(self._looks, 1))
-        wait = self._wait(now)
-        if wait <= 0.0 and (saves * max(came, between) >= cost or (learning and saves > 0.0)):
+        wait = self._wait(now, cost, learning or computed)
+        trying = learning or (computed and not self._computed)
+        if wait <= 0.0 and (saves * max(came, between) >= cost or (trying and saves > 0.0)):
             return True
         if (wait > 0.0 or not saves) and not self._computing_pays():
             self.rests_until = now + self._rest(wait)
         return False
+
+    def _cost(self, computed: bool) -> float:
+        """Seconds of a further capture."""
+        if computed and not self._computed:
+            return _LEARNED * self._cost(False)
+        costs = self._computed if computed else self._costs
+        return statistics.median(costs) if costs else self._guess
+
+    @property
+    def _share(self) -> float:
+        """Of the last calls, those with a new size."""
+        return min(self._new / self._weight, 1.0) if self._weight else 1.0
+
+    def _all(self, computing: bool) -> float:
+        """Seconds that it costs to capture all sizes that are to be expected, beside those that are."""
+        known = 1.0 - self._share  # of the calls to come: as I. J. Good estimated it for species
+        if known <= 0.0:
+            return float("inf")
+        return max(self._sizes / known - self._made, 0.0) * self._cost(computing)
 
     def _rest(self, wait: float) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid the debts."""
@@ -224,11 +256,15 @@ class Economy:
             rest = min(rest, self.debt / self._saves * statistics.median(self._gaps))
         return rest
 
-    def _wait(self, now: float) -> float:
+    def _wait(self, now: float, cost: float, computing: bool) -> float:
         """Seconds of the program until a further capture can be afforded; 0.0 if it can be now."""
-        if self.debt <= 0.0:
+        cost = max(cost + self._spent - self._saves * self._launches_so_far(), 0.0) if not self.debt else cost
+        if not cost:
             return 0.0
-        return max((self._purse.debts(now) - self._purse.start) / CREDIT - self._ran, 0.0)
+        debts = self._purse.debts(now)
+        if debts + max(self._all(computing), cost) <= self._purse.start:
+            return 0.0
+        return max((debts + cost) / CREDIT - self._ran, 0.0)
 
     def _resting(self, calls: int) -> int:
         """Calls that were neither launched nor looked at."""
