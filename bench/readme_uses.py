@@ -9,6 +9,7 @@ from tabulate import tabulate
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ms_per_step", "ms/step", ",.2f"),
     ("first_ms", "ms just after a change", ",.2f"),
+    ("first_ready_ms", "its memory there", ",.2f"),
     ("tokens_per_s", "tokens/s", ",.0f"),
     ("captures_warm", "recordings warm", ",d"),
     ("captures_end", "at the end", ",d"),

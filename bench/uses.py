@@ -5,12 +5,14 @@
     python bench/uses.py --size tiny --device cpu --backends aot_eager pgraph     # on the host driver
 
 * ``generate-bN``: transformers' `generate()` with a static cache, N sequences. `ms_per_step` is one decoding
-  step. ``-fresh``: each request brings a cache of its own.
+  step. ``-fresh``: each request brings a cache of its own. With ``--backends replay``: the same kernels as a
+  `torch.cuda.CUDAGraph` that is replayed, with no guard and no wrapper around it.
 * ``adapters-N``: calls with one of N LoRA adapters. `first_ms` is a call just after a switch, `ms_per_step`
   one with the same adapter as before.
 * ``sleep``: inference, and weights that are released and come back elsewhere. `first_ms` is the first call
   after waking, `ms_per_step` a warm one; `asleep_mb` is what PyTorch's allocator holds meanwhile, its cache
-  emptied.
+  emptied. `first_device_allocations`: how often that first call asks the device for memory;
+  `first_ready_ms`: one whose memory had been asked for before.
 * ``diffusion``: a denoising step of a video transformer whose repeated blocks are compiled.
 
 `captures_warm` and `captures_end` count recordings: pgraph's captures, or what CUDA graph trees record. Each
@@ -46,9 +48,13 @@ def specs(use: str, backend: str, args: argparse.Namespace) -> Iterator[tuple[st
     """(config, settings) of the rows of a use."""
     told = {"size": args.size, "device": args.device, "driver": args.driver, "codegen": args.codegen}
     size = SIZES[args.size]
+    if backend == "replay" and use != "generate":
+        return
     if use == "generate":
         for batch in args.batches:
             yield f"generate-b{batch}", Spec(use, backend, **told, batch=batch)
+        if backend == "replay":
+            return  # its cache must stay where it is
         yield (
             f"generate-b{args.batches[0]}-fresh",
             Spec(use, backend, **told, batch=args.batches[0], fresh=True),
@@ -80,7 +86,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=USES, default=list(USES))
-    add("--backends", nargs="+", choices=schema.BACKENDS, default=list(BACKENDS))
+    add("--backends", nargs="+", choices=(*schema.BACKENDS, "replay"), default=list(BACKENDS))
     add("--size", choices=list(SIZES), default="1b")
     add("--batches", nargs="+", type=int, default=list(BATCHES), help="sequences of a request")
     add("--scopes", nargs="+", choices=schema.CHOICES["scope"], default=["model"])

@@ -21,11 +21,15 @@ import worker
 from backends import compile_kwargs, register_pgraph, reset_compiled
 from language_model import language_model
 from torch import Tensor, nn
+from uses_memory import Asked
+from uses_replay import Replaying
 
 sys.path.insert(0, str(_paths.REPO / "examples" / "ecosystem"))
 
 MB = worker.MB
 Figures = dict[str, Any]
+ASKING = 20
+"""Further cycles of `sleep`, with and without the step's memory there, in turn."""
 USES = ("generate", "adapters", "sleep", "diffusion")
 NEEDS = {
     "generate": ("transformers",),
@@ -205,6 +209,7 @@ def generate(place: Place) -> Figures:
         "aot_eager": {"backend": "aot_eager", "mode": None},
         "inductor": {"backend": "inductor", "mode": "default"},
         "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
+        "replay": {"backend": "inductor", "mode": "default"},
     }
     compiled: dict[str, Any] = {"disable_compile": True}
     if spec.backend != "eager":
@@ -216,6 +221,9 @@ def generate(place: Place) -> Figures:
         config = CompileConfig(**settings[spec.backend])
         config._compile_all_devices = True
         compiled = {"compile_config": config}
+    if spec.backend == "replay":
+        replaying = Replaying(model.get_compiled_call(config))
+        model.get_compiled_call = lambda _: replaying
 
     def request(new: int, **arguments: Any) -> Any:
         cache: dict[str, Any] = {"cache_implementation": "static"}
@@ -358,22 +366,29 @@ def sleep(place: Place) -> Figures:
     warm = place.recordings()
     place.clock.reset_peak()
     same = [place.ms(call) for _ in range(4 * size.rounds)]
-    woken, asleep = [], []
+    woken, asleep, asked = [], [], Asked()
     state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    for _ in range(size.cycles):
+    for cycle in range(size.cycles + (ASKING if place.on_gpu else 0)):
         release(model)
         asleep.append(held(place))
         gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
         awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
         model.load_state_dict(awake, assign=True)
         del awake
-        woken.append(place.ms(call))
+        if cycle < size.cycles:
+            woken.append(place.ms(call))
+        elif cycle % 2:
+            asked.taken()
+            asked.ready(place.ms(call))
+        else:
+            asked.segments_of(call)
         worst = max(worst, place.near(call(), expected))
         del gap
-    reserved, used = asleep[-1]
+    reserved, used = asleep[size.cycles - 1]
     return {
         **spread(same),
         **first(woken),
+        **asked.figures(),
         "captures_warm": warm,
         "asleep_mb": reserved,
         "asleep_device_mb": used,

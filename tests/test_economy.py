@@ -156,7 +156,8 @@ def test_a_server_whose_sizes_each_need_a_plan() -> None:
     """Times as on an H200: computing takes 60 ms, 45 of which a first run would have taken as well."""
     rng = random.Random(0)
     sizes = [rng.randint(1, 32) for _ in range(600)]
-    program = Program(own=1.7e-3, launch=0.7e-3, cost=0.05, computing=0.014, purse=Purse(), set_up=0.045, nodes=86)
+    times = {"own": 1.7e-3, "launch": 0.7e-3, "cost": 0.05, "computing": 0.014, "set_up": 0.045}
+    program = Program(**times, purse=Purse(), nodes=86)
     program.calls_of(sizes[:300])
     assert len(program.captured) == 32
     before = program.now

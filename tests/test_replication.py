@@ -146,7 +146,7 @@ def test_sizes_in_turn_get_execs_of_their_own(places: None) -> None:
 def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
     for found in (lambda count: 0, lambda count: count % 3, lambda count: count):
         replication, recipe = told(found, shared=True)
-        assert (len(recipe.others), recipe.itself) == (1, False), "to set other grids takes longer than addresses"
+        assert (len(recipe.others), recipe.itself) == (1, False), "other grids take longer"
         assert replication.nbytes
         assert (replication.over, replication._sets, recipe.room) == (True, [], 0), "nothing is kept"
     _, recipe = told(lambda count: count, shared=True, launches=5)

@@ -9,8 +9,8 @@ size is captured if both of these hold:
   whichever is more;
 * with it, all captures of the partition together have cost no more than its launches have saved; or what the
   captures of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time
-  that the program has run, with this one. So the most that a program can lose, whatever its sizes do, is that,
-  and a capture of each partition, from before it met a second size.
+  that the program has run, with this one. So the most that a program can lose, whatever its sizes do, is
+  that, and a capture of each partition, from before it met a second size.
 
 There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
 these seconds may be spent at once. A server of 32 batch sizes is at graph speed after some hundred calls, and
@@ -52,8 +52,8 @@ CREDIT: Final = 0.01
 """Share of the program's time that captures may cost beyond what they save."""
 
 START_S: Final = 1.5
-"""Seconds that they may cost besides, once, where that is enough for all sizes that are to be expected: little
-beside the compilation that came before."""
+"""Seconds that they may cost besides, once, where that is enough for all sizes that are to be expected. It is
+little beside the compilation that came before."""
 
 _LEARNED: Final = 0.5
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
