@@ -21,8 +21,8 @@ A program that waits does not run: of the time between two calls no more counts 
 never more than a second. Else a server would spend on its first requests what it saved up over night.
 
 To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
-a while (`REST_S`): calls that no capture serves run uncaptured without a further look, and the next one that
-is looked at stands for them all.
+a while (`REST_S`): calls that no capture serves run uncaptured without a further look, and those that are
+looked at stand for them all.
 
 A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
 run. If that alone pays for it, nothing can be lost. Where that is a size's first call, libraries set things
@@ -55,16 +55,16 @@ START_S: Final = 1.5
 """Seconds that they may cost besides, once, where that is enough for all sizes that are to be expected. It is
 little beside the compilation that came before."""
 
-_LEARNED: Final = 0.5
+_LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
 
 _NODE_S: Final = 7e-4
 """Seconds that a capture takes for each node, as long as there was none (H200: 0.5 to 0.7 ms)."""
 
-REST_S: Final = 0.1
-"""Seconds for which a no holds at most: the times that it was told from may change."""
+REST_S: Final = 0.01
+"""Seconds for which a no holds at most: to look takes some 50 us."""
 
-_WINDOW: Final = 64.0  # calls over which the share of new sizes is averaged
+_WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
 _IDLE: Final = 10.0  # times the usual time between two calls; what is longer was spent waiting
 _IDLE_S: Final = 1.0  # and what is longer than this
@@ -125,7 +125,7 @@ class Economy:
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
         self._new = self._weight = 0.0
-        self._sizes = self._made = self._calls = self._looks = self._skipped = 0
+        self._sizes = self._made = self._calls = self._counted = self._looks = 0
         self.rests_until = float("-inf")
 
     def met(self, calls: int, now: float) -> None:
@@ -136,8 +136,8 @@ class Economy:
             now: by the clock that all other times are taken from.
         """
         self._passed(calls + 1, now)
-        before, self._skipped = self._skipped, self._resting(calls)
-        self._new += 1.0 + max(self._skipped - before, 0)
+        self._seen(1)
+        self._new += 1.0
         self._sizes += 1
         if self._sizes == 2:
             self._purse.join(self)
@@ -150,6 +150,7 @@ class Economy:
             first: with a size that it had never been run with.
         """
         self._looks += 1
+        self._seen(not first)
         if first:  # it is slower than those that launches replace
             self._firsts.append(seconds)
             return
@@ -220,8 +221,7 @@ class Economy:
             return True
         share = self._share
         between = (1.0 - share) / share if share else float("inf")
-        self._skipped = self._resting(calls)
-        came = runs * (1.0 + self._skipped / max(self._looks, 1))
+        came = runs * (1.0 + self._resting(calls) / max(self._looks, 1))
         wait = self._wait(now, cost, learning or computed)
         trying = learning or (computed and not self._computed)
         if wait <= 0.0 and (saves * max(came, between) >= cost or (trying and saves > 0.0)):
@@ -284,6 +284,11 @@ class Economy:
             self._ran += more * min(gap, _IDLE * usual, _IDLE_S)
             self._gaps.append(gap)
         self._latest, self._calls = now, calls
+        launches, self._counted = self._counted, self._launches_so_far()
+        self._seen(self._counted - launches)
+
+    def _seen(self, more: int) -> None:
+        """It was seen which sizes so many more calls had; new ones are told by `met` besides."""
         keep = (1.0 - 1.0 / _WINDOW) ** more
         self._weight = self._weight * keep + _WINDOW * (1.0 - keep)
         self._new *= keep
