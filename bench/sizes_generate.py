@@ -23,9 +23,9 @@ Request = Callable[..., Any]
 
 
 def model_of(place: Place) -> Any:
-    """The language model: layers and heads as in the other sequences, widths of its own."""
+    """The language model."""
     size = place.size
-    return language_model(place, size.model, size.prompts[1] + size.new, place.spec.seed)
+    return language_model(place, size.blocks, size.prompts[1] + size.new, place.spec.seed)
 
 
 def request(model: Any, ids: torch.Tensor, new: int, **arguments: Any) -> Any:
@@ -64,11 +64,7 @@ def static(place: Place) -> Figures:
     """A static cache, as large as the longest prompt needs."""
     model = model_of(place)
     mine = {"cache_implementation": "static", **settings(place, place.spec.backend)}
-
-    def reference() -> dict[str, Any]:
-        return {"cache_implementation": "static", **settings(place, place.reference)}
-
-    return measured(place, model, mine, reference)
+    return measured(place, model, mine, lambda: {"cache_implementation": "static", "disable_compile": True})
 
 
 def growing(place: Place) -> Figures:
@@ -79,7 +75,7 @@ def growing(place: Place) -> Figures:
         model.forward = torch.compile(plain, **arguments)
 
     def reference() -> dict[str, Any]:
-        model.forward = place.by_reference(plain)
+        model.forward = plain
         return {"disable_compile": True}
 
     return measured(place, model, {"disable_compile": True}, reference)
@@ -106,7 +102,7 @@ def measured(
 
     Args:
         mine: how to generate by the backend.
-        reference: makes that for the reference, after all compiled code is gone.
+        reference: how to generate uncompiled, after all compiled code is gone.
     """
     size = place.size
     low, high = size.prompts

@@ -36,6 +36,15 @@ COMPILER = {"replay": "inductor", "pgraph-static": "pgraph"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Of the language model that generates."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Size:
     """How large everything is.
 
@@ -53,7 +62,7 @@ class Size:
         mark: calls or steps between two totals.
         checked: how many of them are compared with the reference.
         kept: sizes of one model whose memory is measured.
-        hidden, mlp, vocabulary: of the language model that generates; layers and heads as in `model`.
+        hidden, mlp, vocabulary, blocks: of the language model that generates.
         prompts: shortest and longest prompt.
         new: tokens that are generated.
         requests: how many are timed.
@@ -75,6 +84,7 @@ class Size:
     hidden: int
     mlp: int
     vocabulary: int
+    blocks: Blocks
     prompts: tuple[int, int]
     new: int
     requests: int
@@ -95,12 +105,13 @@ SIZES = {
         mark=100,
         checked=6,
         kept=64,
-        hidden=512,
-        mlp=1408,
-        vocabulary=4096,
+        hidden=2048,  # with these 1.2 billion parameters
+        mlp=8192,
+        vocabulary=128256,
+        blocks=Blocks(layers=16, heads=32, kv_heads=8),
         prompts=(16, 128),
-        new=64,
-        requests=12,
+        new=256,
+        requests=8,
     ),
     "tiny": Size(
         model=LlamaConfig(vocab=16, dim=16, layers=1, heads=2, kv_heads=2, max_seq=64),
@@ -119,6 +130,7 @@ SIZES = {
         hidden=32,
         mlp=48,
         vocabulary=64,
+        blocks=Blocks(layers=1, heads=2, kv_heads=2),
         prompts=(3, 6),
         new=5,
         requests=3,
