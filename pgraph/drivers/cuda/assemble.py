@@ -19,7 +19,7 @@ from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import kept
 from pgraph.drivers.cuda.graph import CudaGraph, anchored, ordinary_range, rebound_copies
-from pgraph.drivers.cuda.nodes import check, read_node, read_nodes, succeeded
+from pgraph.drivers.cuda.nodes import check, read_nodes, succeeded
 from pgraph.drivers.cuda.settings import ALIGNED, places, struct_of
 from pgraph.errors import CaptureError, DriverError
 from pgraph.template.recording import NodeRecord
@@ -46,11 +46,9 @@ def assembled(
     try:
         wanted, _holder = _at_ordinary_memory(nodes, slots, device)
         graph.nodes = _added(int(raw), wanted, order)
-        found = list(read_nodes(graph.nodes))
-        for i, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
-            if mine.kind == "kernel" and mine.kept and theirs.kept and mine.kept != theirs.kept:
-                kept.give(graph.nodes[i], tuple(mine.kept), tuple(theirs.kept))
-                found[i] = read_node(graph.nodes[i])
+        found = read_nodes(graph.nodes)
+        if _given(graph.nodes, wanted, found):
+            found = read_nodes(graph.nodes)  # all at once: one by one takes longer than all else here
     except (CaptureError, DriverError) as e:
         log.debug("no graph could be made by hand: %s", e)
         return None
@@ -60,6 +58,16 @@ def assembled(
             return None
     graph.anchored = True
     return graph
+
+
+def _given(handles: Sequence[int], wanted: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> bool:
+    """Set the launch attributes of kernels that differ; whether there were any."""
+    some = False
+    for handle, mine, theirs in zip(handles, wanted, found, strict=True):
+        if mine.kind == "kernel" and mine.kept and theirs.kept and mine.kept != theirs.kept:
+            kept.give(handle, tuple(mine.kept), tuple(theirs.kept))
+            some = True
+    return some
 
 
 def _at_ordinary_memory(
