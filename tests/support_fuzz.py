@@ -21,7 +21,7 @@ Shape = tuple[int | str, ...]
 FLOATS = ("float32", "float64")
 M = 6  # the size that stays
 SIZES = (4, 4, 4, 7, 4, 5, 7)  # of N, call by call
-MANY_SIZES = (3, 3, 5, 5, 9, 9, 4, 4, 17, 2, 30, 17, 6)  # after four of them recordings may be computed
+MANY_SIZES = (3, 3, 5, 5, 9, 9, 4, 4, 17, 2, 30, 17, 6)  # after three of them recordings may be computed
 LAYOUTS = ("plain", "transposed", "offset", "stepped", "wide")
 
 

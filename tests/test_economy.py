@@ -22,7 +22,7 @@ class Program:
 
     Args:
         computing: what it costs to compute a recording, which needs no run before; None where that cannot be
-            done. It can after four captures.
+            done. It can after three captures.
         purse: shared with other partitions.
         set_up: what libraries take for each size, when it is first run or computed.
         nodes: as they are told before there is a capture.
@@ -57,7 +57,7 @@ class Program:
         if new:
             self.runs[size] = 0
             self.economy.met(self.calls, self.now)
-        computes = self.computing is not None and len(self.captured) >= 4
+        computes = self.computing is not None and len(self.captured) >= 3
         due = size not in self.captured and (computes or not new)
         if due and (
             len(self.runs) == 1

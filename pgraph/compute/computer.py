@@ -1,4 +1,9 @@
-"""When a partition's recordings are computed: after three captures that came out as computed."""
+"""When a partition's recordings are computed: after three captures that came out as computed.
+
+The first capture may stay the only one, so it is compared when there is a second. Until then its recording is
+kept, and stand-ins for its arguments (`pgraph.compute.first`): what was captured holds no memory of the
+program's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import difference
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
@@ -67,6 +73,7 @@ class Computer:
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
         self._types: dict[int, Any] = {}  # of results of library calls
+        self._first: First | None = None  # as long as there was one capture
         self.latest: str | None = None
 
     @property
@@ -108,11 +115,16 @@ class Computer:
         self._threads.add(threading.get_ident())
         done = not self._checking and self._compared_enough(inputs, alignments)
         copied = min(alignments, default=_ALIGNED) < _ALIGNED
-        # One capture may stay the only one.
-        if self._hopeless is not None or self._captures == 1 or done or copied:
+        if self._hopeless is not None or done or copied:
             return
+        if self._captures == 1:
+            self._first = kept(recording, slots, inputs, alignments, self._driver.device)
+            return
+        first, self._first = self._first, None
         try:
             self._compare(recording, slots, inputs, alignments)
+            if first is not None and self._hopeless is None and first.settings == compat.library_settings():
+                self._compare(first.recording, first.slots, first.inputs, first.alignments)
         except Exception as e:
             self._failed(e)
 
@@ -160,7 +172,7 @@ class Computer:
 
     def _give_up(self, reason: str) -> None:
         log.debug("sizes are captured, never computed: %s", reason)
-        self._hopeless, self._script = reason, None
+        self._hopeless, self._script, self._first = reason, None, None
         self._samples.clear()
         self._sites = Sites(self._driver)
 

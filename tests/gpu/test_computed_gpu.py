@@ -17,7 +17,7 @@ from pgraph.runtime import registry
 pytestmark = pytest.mark.gpu
 
 WARM = (24, 24, 40, 40, 96, 96, 136, 136, 130, 130, 50, 50, 70, 70, 90, 90)
-"""The first capture is not compared, the next three are. For flash attention Dynamo compiles multiples of 8
+"""Three captures are compared. For flash attention Dynamo compiles multiples of 8
 by themselves, and others by themselves."""
 NEW = (33, 17, 64, 257, 512, 100, 8, 48)
 WIDE = 256
