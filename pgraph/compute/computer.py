@@ -65,7 +65,8 @@ class Computer:
         self._checking = checking
         self._script: Script | None = None
         self._hopeless: str | None = None if self._code is not None else "the code is not Inductor's alone"
-        self._samples: dict[int, NodeRecord] = {}  # of generated kernels, by their numbers
+        self._samples: dict[int, NodeRecord] = {}  # of launches of generated kernels, by their numbers
+        self._alike: dict[int, int] = {}  # for each launch the first one with a sample like its own
         self._seen: list[set[int]] = []  # for each number among the arguments: values that were compared
         self._aligned: set[tuple[int, ...]] = set()
         self._compared = self._captures = self._failures = 0
@@ -73,6 +74,7 @@ class Computer:
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
         self._types: dict[int, Any] = {}  # of results of library calls
+        self._latest: dict[Any, Any] = {}  # of the latest recording
         self._first: First | None = None  # as long as there was one capture
         self.latest: str | None = None
 
@@ -149,9 +151,14 @@ class Computer:
         def node(position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
             if position < len(recording.nodes):
                 self._samples.setdefault(event.number, recording.nodes[position])
-            return self._node(position, event, arguments)
+            made = self._node(position, event, arguments)
+            if event.number not in self._alike:
+                self._alike[event.number] = self._first_like(event, arguments, made[0])
+            return made
 
-        computed, found = self._evaluated(self._script, inputs, alignments, node)
+        # Each launch is compared with its own sample; later what is served.
+        alone = self._compared < _ENOUGH
+        computed, found = self._evaluated(self._script, inputs, alignments, node, alone=alone)
         padding = self._sites.padding
         told = difference(computed, found, recording, slots, padding)
         if told is not None:  # seldom, and the list of what is mapped is long
@@ -174,6 +181,8 @@ class Computer:
         log.debug("sizes are captured, never computed: %s", reason)
         self._hopeless, self._script, self._first = reason, None, None
         self._samples.clear()
+        self._alike.clear()
+        self._latest.clear()
         self._sites = Sites(self._driver)
 
     def _compared_enough(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
@@ -189,10 +198,34 @@ class Computer:
             raise NotComputableError(f"{event.name} is launched in a way that cannot be computed")
         return made
 
+    def _first_like(self, event: Run, arguments: Sequence[Any], made: NodeRecord) -> int:
+        """The first launch of a kernel whose sample gives this node, too.
+
+        A driver takes some fields and bytes of a sample, and sets all others, whatever the arguments are. So
+        samples that are equal in what it takes give equal nodes, and no others do.
+        """
+        for number in dict.fromkeys(self._alike.values()):
+            sample = self._samples[number]
+            if sample.name != made.name:
+                continue
+            other = self._driver.kernel_node(event.kernel, sample, arguments)
+            if other is not None and other[0] == made:
+                return number
+        return event.number
+
     def _evaluated(
-        self, script: Script, inputs: Sequence[Any], alignments: Sequence[int], node: Any
+        self,
+        script: Script,
+        inputs: Sequence[Any],
+        alignments: Sequence[int],
+        node: Any,
+        *,
+        alone: bool = False,
     ) -> Proved:
         """What a script gives; library calls that were not known are recorded.
+
+        Args:
+            alone: each event is evaluated, however like another one it is.
 
         Raises:
             NotComputableError: see `evaluate`.
@@ -208,7 +241,8 @@ class Computer:
                 missing.append(call)
             return found
 
-        tools = Tools(node, site, self._types)
+        sample = None if alone else lambda event: self._alike.get(event.number)
+        tools = Tools(node, site, self._types, sample, self._latest)
         for _ in range(_ROUNDS):
             found = evaluate(script, inputs, alignments, tools)
             if found is not None:

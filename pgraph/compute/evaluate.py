@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script
+from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script, Sort, View
 from pgraph.drivers.interface import ALIGNMENT, extent
-from pgraph.drivers.operands import HostOperand, Operand, distinct
+from pgraph.drivers.operands import HostOperand, Layouts, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
@@ -34,11 +34,25 @@ class Tools:
             (byte of the parameters, number of the argument) of each address in it.
         site: a library call of these arguments, recorded by itself; None if that is not known.
         types: of results of library calls, by memory; those that become known are added.
+        sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
+            addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
+        latest: of the latest recording of this script; set here.
     """
 
     node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
     site: Callable[[Call, Sequence[Any]], Proved | None]
     types: dict[int, Any]
+    sample: Callable[[Run], Hashable] | None = None
+    latest: dict[Any, tuple[Sequence[Any], Sequence[Any]]] = dataclasses.field(default_factory=dict)
+
+    def objects(self, kind: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """One for each row; the latest one where that row was equal, as most slots' are."""
+        told, made = self.latest.get(kind, ((), ()))
+        again = zip(rows, told, made, strict=False)
+        found = [old if row == was else kind(*row) for row, was, old in again]
+        found += [kind(*row) for row in rows[len(found) :]]
+        self.latest[kind] = rows, found
+        return tuple(found)
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,58 +67,66 @@ class _Range:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Memory:
-    """What the program holds: the whole of a range, or a constant."""
+class _Part:
+    """What a launch or a call adds to a recording, and each one that is like it.
 
-    range: int | None
-    operand: Operand | None
-    constant: OutputSpec | None = None
-
-
-def _same_kind(script: Script, arguments: Sequence[Any]) -> None:
-    """Make sure that these are arguments like those that the code was followed with.
-
-    Raises:
-        NotComputableError: they are not.
+    Args:
+        words: node, byte, which range, how far into it; of the ranges of its tensors, and then of its
+            allocations.
+        steps: within its nodes.
+        results: which allocation, and the number of the layout; or a constant.
     """
-    kept = ((i, value, arguments[i]) for i, value in script.constants)
-    # By their texts: 0.0 and -0.0 are equal, and nan is not.
-    others = [i for i, was, now in kept if type(now) is not type(was) or repr(now) != repr(was)]
-    others += [s.position for s in script.tape.arguments if type(s.of(arguments)) is not int]
-    if others:
-        raise NotComputableError(f"argument {min(others)} is not what the generated code was followed with")
+
+    nodes: tuple[NodeRecord, ...]
+    words: tuple[tuple[int, int, int, int], ...]
+    allocations: tuple[GhostAllocation, ...] = ()
+    steps: tuple[int, ...] = ()
+    results: tuple[tuple[int, int] | OutputSpec, ...] = ()
 
 
 class _Evaluation:
-    """One evaluation."""
+    """One evaluation.
+
+    Layers of a model are alike: of their events, all but the first differ only in which memory they name. So
+    layouts have numbers, and what an event makes of tensors of some layouts is kept for all that are like it.
+    """
 
     def __init__(self, script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools):
-        _same_kind(script, arguments)
+        script.require(arguments)
         values = script.tape.replay(arguments)
         if values is None:
             raise NotComputableError("the generated code goes another way for these sizes")
         self.script, self.arguments, self.values, self.tools = script, arguments, values, tools
-        self.told: dict[tuple[int, ...], tuple[int, ...]] = {}  # numbers by places: most come many times
-        self.operands: dict[int, Operand] = {}  # by the objects that the script names them by: so do these
         self.position = _BASE
         self.ranges: list[_Range] = []
         self.nodes: list[NodeRecord] = []
         self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
-        self.memories: list[_Memory | None] = [None] * script.memories
+        self.layouts = Layouts()
+        self.viewed: dict[tuple[int | None, int], int | None] = {}  # layouts of views
+        self.range_of: list[int | None] = [None] * script.memories  # of what the program holds
+        self.layout_of: list[int | None] = [None] * script.memories
+        self.constants: dict[int, OutputSpec] = {}  # by memory: they have neither
+        self.made: dict[int | None, tuple[int, int]] = {}  # bytes and layout, by sort
+        self.parts: dict[Hashable, _Part | None] = {}  # None if it is not known
+        self.checked: set[Hashable] = set()
         self.workspaces: dict[int, int] = {}  # ranges of libraries, by bytes
         self.dropped: list[int] = []
         self.steps: set[int] = set()
         self.outlined = False  # a library call is not known: only layouts are told from there on
+        given: dict[Hashable, tuple[int, int]] = {}  # bytes and layout: weights of all layers are alike
         for memory, (position, alignment) in enumerate(zip(script.inputs, alignments, strict=True)):
             tensor = arguments[position]
             if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
                 raise NotComputableError(f"argument {position} is a lazy view")
-            size, stride = tuple(tensor.size()), tuple(tensor.stride())
-            nbytes = extent(size, stride) * tensor.element_size()
-            r = self.range(nbytes, 0, alignment % ALIGNMENT)
-            offset = int(tensor.storage_offset())
-            operand = Operand(self.ranges[r].address, size, stride, tensor.dtype, offset)
-            self.memories[memory] = _Memory(r, operand)
+            told = tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
+            phase = alignment % ALIGNMENT
+            found = given.get((told, phase))
+            if found is None:
+                size, stride, dtype, _ = told
+                nbytes = extent(size, stride) * dtype.itemsize
+                found = given[told, phase] = nbytes, self.layouts.number(*told, 0, phase)
+            nbytes, self.layout_of[memory] = found
+            self.range_of[memory] = self.range(nbytes, 0, phase)
 
     def range(self, nbytes: int, birth: int, phase: int = 0) -> int:
         address = self.position + phase
@@ -123,50 +145,75 @@ class _Evaluation:
 
     # -- events -------------------------------------------------------------------------------
 
-    def make(self, event: Make) -> None:
-        size, stride = self.numbers(event.size), self.numbers(event.stride)
-        r = self.range(extent(size, stride) * event.dtype.itemsize, self.boundary())
-        operand = Operand(self.ranges[r].address, size, stride, event.dtype, 0)
-        self.memories[event.memory] = _Memory(r, operand)
+    def make(self, event: Make, sort: Sort) -> None:
+        made = self.made.get(sort.number)
+        if made is None:
+            made = self.made[sort.number] = self.whole(event.size, event.stride, event.dtype)
+        nbytes, self.layout_of[event.memory] = made
+        self.range_of[event.memory] = self.range(nbytes, self.boundary())
 
-    def run(self, event: Run) -> None:
+    def whole(self, of_size: tuple[int, ...], of_stride: tuple[int, ...], dtype: Any) -> tuple[int, int]:
+        """Bytes and layout of a tensor that has memory for itself."""
+        size, stride = self.numbers(of_size), self.numbers(of_stride)
+        return extent(size, stride) * dtype.itemsize, self.layouts.number(size, stride, dtype)
+
+    def run(self, event: Run, sort: Sort) -> None:
         if self.outlined:
             return
-        arguments = [self.argument(a) for a in event.arguments]
-        node, words = self.tools.node(len(self.nodes), event, arguments)
-        for offset, at in words:
-            place = event.arguments[at]
-            if isinstance(place, Place):  # else a constant, which stays where it is
-                self.slots.append((len(self.nodes), offset, *self.within(place, arguments[at].address)))
-        self.nodes.append(node)
+        layouts = self.told(sort)
+        like = self.tools.sample
+        sample = like(event) if like is not None else None
+        key = (sort.number, sample, *layouts)
+        part = self.parts.get(key)
+        if part is None or sample is None or sort.number is None:
+            part = self.parts[key] = self.launched(event, sort, layouts)
+        self.add(part, sort)
 
-    def call(self, event: Call) -> None:
-        arguments = [self.argument(a) for a in event.arguments]
+    def launched(self, event: Run, sort: Sort, layouts: Sequence[int]) -> _Part:
+        arguments, tensors = self.given(event, sort, layouts)
+        node, addresses = self.tools.node(len(self.nodes), event, arguments)
+        # All but constants, which stay where they are.
+        found = [(byte, tensors[at]) for byte, at in addresses if at in tensors]
+        return _Part((node,), tuple([(0, byte, i, self.layouts.known[layouts[i]].into) for byte, i in found]))
+
+    def call(self, event: Call, sort: Sort) -> None:
+        layouts = self.told(sort)
+        key = (sort.number, *layouts)
+        if key in self.parts and sort.number is not None and self.tools.sample is not None:
+            part = self.parts[key]
+        else:
+            part = self.parts[key] = self.called(event, sort, layouts)
         first = self.boundary()
-        known = self.tools.site(event, arguments)
-        if known is None:
+        if part is None:
             self.outline(event)
             return
+        made = self.add(part, sort)
+        self.steps.update([first + step for step in part.steps])
+        for memory, result in zip(event.results, part.results, strict=True):
+            if isinstance(result, OutputSpec):
+                self.constants[memory] = result
+                continue
+            at, layout = result
+            self.range_of[memory], self.layout_of[memory] = made[at], layout
+            self.tools.types[memory] = self.layouts.known[layout].dtype
+        self.boundary()
+
+    def called(self, event: Call, sort: Sort, layouts: Sequence[int]) -> _Part | None:
+        arguments, tensors = self.given(event, sort, layouts)
+        known = self.tools.site(event, arguments)
+        if known is None:
+            return None
         site, slots = known
         if len(site.outputs) != len(event.results):
             raise NotComputableError(f"{event.function} has {len(site.outputs)} new results")
-        given = distinct(arguments)
-        ranges = [self.adopted(a, first) for a in site.allocations[site.n_inputs :]]
-        for slot in slots:
-            if slot.region < site.n_inputs:
-                at = given[slot.region]
-                r, delta = self.within(event.arguments[at], arguments[at].address)
-                self.slots.append((first + slot.node, slot.offset, r, delta + slot.delta))
-            else:
-                r = ranges[slot.region - site.n_inputs]
-                self.slots.append((first + slot.node, slot.offset, r, slot.delta))
-        self.nodes += site.nodes
-        self.steps.update(first + step for step in site.steps)
-        for memory, spec in zip(event.results, site.outputs, strict=True):
-            self.memories[memory] = found = self.result(spec, ranges, site.n_inputs)
-            if found.operand is not None:
-                self.tools.types[memory] = found.operand.dtype
-        self.boundary()
+        regions = [
+            (i, self.layouts.known[layouts[i]].into) for i in map(tensors.__getitem__, distinct(arguments))
+        ]
+        regions += [(len(layouts) + i, 0) for i in range(len(site.allocations) - site.n_inputs)]
+        words = [(s.node, s.offset, regions[s.region][0], regions[s.region][1] + s.delta) for s in slots]
+        results = [self.result(spec, site.n_inputs) for spec in site.outputs]
+        allocations = site.allocations[site.n_inputs :]
+        return _Part(site.nodes, tuple(words), allocations, site.steps, tuple(results))
 
     def outline(self, event: Call) -> None:
         """Tell the results of a call that is not known, as far as the generated code tells their layouts."""
@@ -175,9 +222,17 @@ class _Evaluation:
             layout, dtype = self.script.layouts.get(memory), self.tools.types.get(memory)
             if layout is None or dtype is None:
                 continue
-            size, stride = map(self.numbers, layout)
-            r = self.range(extent(size, stride) * dtype.itemsize, 0)
-            self.memories[memory] = _Memory(r, Operand(self.ranges[r].address, size, stride, dtype, 0))
+            nbytes, self.layout_of[memory] = self.whole(*layout, dtype)
+            self.range_of[memory] = self.range(nbytes, 0)
+
+    def add(self, part: _Part, sort: Sort) -> list[int]:
+        """The ranges of its allocations."""
+        first = len(self.nodes)
+        made = [self.adopted(a, first) for a in part.allocations] if part.allocations else []
+        ranges: list[Any] = [self.range_of[memory] for memory, _ in sort.tensors] + made
+        self.slots += [(first + node, byte, ranges[which], into) for node, byte, which, into in part.words]
+        self.nodes += part.nodes
+        return made
 
     def adopted(self, allocation: GhostAllocation, first: int) -> int:
         """The range of an allocation of a library call. A library keeps one workspace for all calls."""
@@ -190,82 +245,89 @@ class _Evaluation:
             self.workspaces[allocation.nbytes] = r
         return r
 
-    def result(self, spec: OutputSpec, ranges: Sequence[int], n_inputs: int) -> _Memory:
+    def result(self, spec: OutputSpec, n_inputs: int) -> tuple[int, int] | OutputSpec:
         if spec.region is None and spec.input is None:
-            return _Memory(None, None, spec)
+            return spec
         if spec.region is None or spec.layout is None or spec.same is not None or spec.view_of is not None:
             raise NotComputableError("a library returns one of its arguments, or one result twice")
-        r, layout = ranges[spec.region - n_inputs], spec.layout
+        layout = spec.layout
         if layout.conj or layout.neg:
             raise NotComputableError("a library returns a lazy view")
-        address, offset = self.ranges[r].address + layout.offset, layout.offset // layout.dtype.itemsize
-        return _Memory(r, Operand(address, layout.size, layout.stride, layout.dtype, offset))
+        offset = layout.offset // layout.dtype.itemsize
+        number = self.layouts.number(layout.size, layout.stride, layout.dtype, offset, layout.offset)
+        return spec.region - n_inputs, number
 
-    def check(self, event: Check) -> None:
-        of_size, of_stride = self.layout(event.tensor)
+    def check(self, event: Check, sort: Sort) -> None:
+        (layout,) = self.layouts_of(sort)
+        key = sort.number, layout
+        if key in self.checked:
+            return
+        spec = self.constants.get(event.tensor.memory)
+        if spec is not None and isinstance(spec.constant, torch.Tensor) and event.tensor.size is None:
+            # Note [Seeds of attention]
+            of_size, of_stride = tuple(spec.constant.size()), tuple(spec.constant.stride())
+        else:
+            found = self.layouts.known[self.told(sort)[0]]
+            of_size, of_stride = found.size, found.stride
         size, stride = self.numbers(event.size), self.numbers(event.stride)
         strides = zip(size, of_stride, stride, strict=False)
         if of_size != size or not all(a == b for n, a, b in strides if n > 1):
             raise NotComputableError("a tensor is laid out otherwise than the generated code expects")
+        if layout is not None:
+            self.checked.add(key)
 
-    def layout(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Size and stride of a tensor: of a constant, too (Note [Seeds of attention])."""
-        memory = self.memories[place.memory]
-        constant = memory.constant.constant if memory is not None and memory.constant is not None else None
-        if isinstance(constant, torch.Tensor) and place.size is None:
-            return tuple(constant.size()), tuple(constant.stride())
-        operand = self.operand(place)
-        return operand.size, operand.stride
-
-    def drop(self, event: Drop) -> None:
-        memory = self.memories[event.memory]
-        if memory is not None and memory.range is not None:
-            self.dropped.append(memory.range)
+    def drop(self, event: Drop, _: Sort) -> None:
+        r = self.range_of[event.memory]
+        if r is not None:
+            self.dropped.append(r)
 
     # -- values -------------------------------------------------------------------------------
 
     def numbers(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        found = self.told.get(places)
-        if found is None:
-            values = self.values
-            found = self.told[places] = tuple([values[place] for place in places])
+        return tuple([self.values[place] for place in places])
+
+    def layouts_of(self, sort: Sort) -> list[Any]:
+        """Of the tensors among an event's arguments; None for a constant, and for what is not known."""
+        of, viewed = self.layout_of, self.viewed
+        found = [of[m] if v is None else viewed.get((of[m], v), -1) for m, v in sort.tensors]
+        if -1 in found:
+            for i, (memory, view) in enumerate(sort.tensors):
+                base = of[memory]
+                if found[i] == -1 and view is not None:
+                    found[i] = None if base is None else self.view(base, self.script.views[view])
+                    viewed[base, view] = found[i]
         return found
+
+    def told(self, sort: Sort) -> list[int]:
+        found = self.layouts_of(sort)
+        if None in found:
+            raise NotComputableError("a result that a library did not give is used")
+        return found
+
+    def view(self, base: int, view: View) -> int:
+        size, stride, offset = view
+        return self.layouts.view(base, self.numbers(size), self.numbers(stride), self.values[offset])
+
+    def given(
+        self, event: Run | Call, sort: Sort, layouts: Sequence[int]
+    ) -> tuple[list[Any], dict[int, int]]:
+        """The arguments of an event, and for each that is a tensor its number among the tensors."""
+        found: list[Any] = []
+        tensors: dict[int, int] = {}
+        for at, value in enumerate(event.arguments):
+            if isinstance(value, Place):
+                tensors[at] = i = len(tensors)
+                r = self.range_of[value.memory]
+                assert r is not None
+                found.append(self.layouts.known[layouts[i]].at(self.ranges[r].address))
+            else:
+                found.append(self.argument(value))
+        return found, tensors
 
     def argument(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Place:
-            return self.operand(value)
-        if kind is Figure:
+        if isinstance(value, Figure):
             return self.values[value.place]
-        if kind is Host:
-            return HostOperand(self.arguments[value.position])
-        return value
-
-    def operand(self, place: Place) -> Operand:
-        found = self.operands.get(id(place))
-        if found is None:
-            found = self.operands[id(place)] = self._operand(place)
-        return found
-
-    def _operand(self, place: Place) -> Operand:
-        memory = self.memories[place.memory]
-        if memory is None or memory.operand is None:
-            raise NotComputableError("a result that a library did not give is used")
-        base = memory.operand
-        if place.size is None or place.stride is None or place.offset is None:
-            return base
-        further = self.values[place.offset]
-        address = base.address + further * base.dtype.itemsize
-        return Operand(
-            address, self.numbers(place.size), self.numbers(place.stride), base.dtype, base.offset + further
-        )
-
-    def within(self, place: Place, address: int) -> tuple[int, int]:
-        """The range of a tensor, and how far into it the tensor begins, in bytes."""
-        memory = self.memories[place.memory]
-        assert memory is not None
-        assert memory.range is not None
-        return memory.range, address - self.ranges[memory.range].address
+        return HostOperand(self.arguments[value.position]) if isinstance(value, Host) else value
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -276,10 +338,11 @@ class _Evaluation:
         order = [*range(n_inputs), *later]
         region = {r: i for i, r in enumerate(order)}
         made = [self.ranges[r] for r in order]
-        allocations = tuple(
-            GhostAllocation(r.address, r.nbytes, r.birth, r.death, 0, r.library) for r in made
+        allocations = self.tools.objects(
+            GhostAllocation, [(r.address, r.nbytes, r.birth, r.death, 0, r.library) for r in made]
         )
-        slots = tuple(Slot(node, offset, region[r], delta) for node, offset, r, delta in sorted(self.slots))
+        words = [(node, offset, region[r], into) for node, offset, r, into in sorted(self.slots)]
+        slots = self.tools.objects(Slot, words)
         outputs = tuple(self.output(i, leaf, region) for i, leaf in enumerate(self.script.results))
         steps, nodes = tuple(sorted(self.steps)), tuple(self.nodes)
         recording = Recording(
@@ -292,25 +355,24 @@ class _Evaluation:
             return OutputSpec(constant=self.arguments[leaf.position], unread=True)
         if not isinstance(leaf, Place):
             return OutputSpec(constant=self.argument(leaf))
-        memory = self.memories[leaf.memory]
-        assert memory is not None
-        if memory.constant is not None:
-            return memory.constant
-        assert memory.range is not None
-        is_input = memory.range < len(self.script.inputs)
+        if leaf.memory in self.constants:
+            return self.constants[leaf.memory]
+        r = self.range_of[leaf.memory]
+        assert r is not None
+        is_input = r < len(self.script.inputs)
         if is_input and leaf.size is None:
-            return OutputSpec(input=memory.range)
-        operand = self.operand(leaf)
-        offset = (
-            operand.address - self.ranges[memory.range].address if self.ranges[memory.range].nbytes else 0
-        )
-        layout = TensorSpec(operand.size, operand.stride, operand.dtype, offset)
+            return OutputSpec(input=r)
+        number = self.layout_of[leaf.memory]
+        assert number is not None
+        if leaf.size is not None and leaf.stride is not None and leaf.offset is not None:
+            number = self.view(number, (leaf.size, leaf.stride, leaf.offset))
+        found = self.layouts.known[number]
+        offset = found.into if self.ranges[r].nbytes else 0
+        layout = TensorSpec(found.size, found.stride, found.dtype, offset)
         if is_input:
-            return OutputSpec(input=memory.range, layout=layout)
+            return OutputSpec(input=r, layout=layout)
         first = self.script.identities[position]
-        return OutputSpec(
-            region=region[memory.range], layout=layout, same=first if first < position else None
-        )
+        return OutputSpec(region=region[r], layout=layout, same=first if first < position else None)
 
 
 def evaluate(
@@ -326,18 +388,13 @@ def evaluate(
     Raises:
         NotComputableError: these sizes have to be captured.
     """
-    evaluation = _Evaluation(script, arguments, alignments, tools)
-    steps: dict[type, Callable[[Any], None]] = {
-        Make: evaluation.make,
-        Run: evaluation.run,
-        Call: evaluation.call,
-        Check: evaluation.check,
-        Drop: evaluation.drop,
-    }
+    now = _Evaluation(script, arguments, alignments, tools)
+    steps: dict[type, Callable[[Any, Sort], None]]
+    steps = {Make: now.make, Run: now.run, Call: now.call, Check: now.check, Drop: now.drop}
     try:
-        for event in script.events:
-            steps[type(event)](event)
+        for event, sort in zip(script.events, script.sorts, strict=True):
+            steps[type(event)](event, sort)
     except NotComputableError:
-        if not evaluation.outlined:
+        if not now.outlined:
             raise
-    return None if evaluation.outlined else evaluation.recording()
+    return None if now.outlined else now.recording()

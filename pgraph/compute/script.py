@@ -6,11 +6,37 @@ Numbers are places on a tape (`pgraph.compute.tape`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
 
+import torch
+
+from pgraph.compute.errors import NotComputableError
 from pgraph.compute.tape import Tape
 
-__all__ = ["Call", "Check", "Drop", "Event", "Figure", "Host", "Make", "Place", "Run", "Script"]
+__all__ = [
+    *(
+        "PLAIN",
+        "Call",
+        "Check",
+        "Drop",
+        "Event",
+        "Figure",
+        "Host",
+        "Make",
+        "Place",
+        "Run",
+        "Script",
+        "Sort",
+        "View",
+    ),
+]
+
+PLAIN: Final = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that stand for themselves among arguments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +136,23 @@ class Drop:
 
 Event = Make | Run | Call | Check | Drop
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, stride and offset of a `Place`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sort:
+    """What an event has in common with others, as those of like layers of a model.
+
+    Args:
+        number: equal for events that say the same, but for the tensors that they take; those lie in the
+            same memory in the one event where they do in the other. None for an event that is like no other.
+        tensors: memory of each tensor among its arguments, and the number of the view if it is one.
+    """
+
+    number: int | None
+    tensors: tuple[tuple[int, int | None], ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
@@ -123,6 +166,10 @@ class Script:
         results: a `Place`, a `Figure`, or a value; equal numbers in `identities` are one and the same object.
         memories: how many there are.
         layouts: (size, stride) of results of library calls, by memory, where the code checks them.
+
+    Attributes:
+        sorts: of the events.
+        views: by number.
     """
 
     tape: Tape
@@ -133,3 +180,69 @@ class Script:
     identities: tuple[int, ...]
     memories: int
     layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    sorts: tuple[Sort, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    views: tuple[View, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sorting = _Sorting()
+        object.__setattr__(self, "sorts", tuple(map(sorting.sort, self.events)))
+        object.__setattr__(self, "views", tuple(sorting.views))
+
+    def require(self, arguments: Sequence[Any]) -> None:
+        """Make sure that these are arguments like those that the code was followed with.
+
+        Raises:
+            NotComputableError: they are not.
+        """
+        kept = ((i, value, arguments[i]) for i, value in self.constants)
+        # By their texts: 0.0 and -0.0 are equal, and nan is not.
+        others = [i for i, was, now in kept if type(now) is not type(was) or repr(now) != repr(was)]
+        others += [s.position for s in self.tape.arguments if type(s.of(arguments)) is not int]
+        if others:
+            raise NotComputableError(
+                f"argument {min(others)} is not what the generated code was followed with"
+            )
+
+
+class _Sorting:
+    """Events being sorted."""
+
+    def __init__(self) -> None:
+        self.views: dict[View, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def sort(self, event: Event) -> Sort:
+        said: list[Any] = [type(event)]
+        arguments: tuple[Any, ...] = ()
+        if isinstance(event, Make):
+            said += event.size, event.stride, event.dtype
+        elif isinstance(event, Check):
+            said += event.size, event.stride
+            arguments = (event.tensor,)
+        elif isinstance(event, Run):
+            said += event.name, id(event.kernel)
+            arguments = event.arguments
+        elif isinstance(event, Call):
+            said += event.kind, len(event.results)
+            arguments = event.arguments
+        memories: dict[int, int] = {}  # each has a number within the event
+        said += [_said(value, memories) for value in arguments]
+        known = all(x is not None for x in said)
+        number = self._numbers.setdefault(tuple(said), len(self._numbers)) if known else None
+        return Sort(number, tuple([(a.memory, self._view(a)) for a in arguments if isinstance(a, Place)]))
+
+    def _view(self, place: Place) -> int | None:
+        if place.size is None or place.stride is None or place.offset is None:
+            return None
+        return self.views.setdefault((place.size, place.stride, place.offset), len(self.views))
+
+
+def _said(value: Any, memories: dict[int, int]) -> Hashable | None:
+    """What an argument says, but for the memory and the layout of a tensor; None if that cannot be told."""
+    if isinstance(value, Place):
+        return Place, memories.setdefault(value.memory, len(memories))
+    if isinstance(value, Figure):
+        return Figure, value.place
+    if type(value) not in PLAIN or value != value:  # a nan's text does not tell which one
+        return None
+    return type(value), repr(value)  # 0.0 == -0.0

@@ -32,16 +32,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
+from pgraph.compute.script import PLAIN, Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
 from pgraph.compute.tape import Number, Real, Source, Tape
 
 __all__ = ["traced"]
 
 _ALLOCATORS: Final = ("empty_strided_cpu", "empty_strided_cuda", "empty_strided")
-_PLAIN: Final = (
-    *(bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 _OF_ONE_NUMBER: Final = {"sym_float": "float", "_sym_sqrt": "sqrt"}
 """Functions of torch in which generated code computes sizes, as the tape names them."""
@@ -135,7 +131,9 @@ class _Trace:
         if not isinstance(base, _Stand):
             raise NotComputableError("a view of a constant")
         further = self.tape.index(offset)
-        if base.place.offset is not None:
+        if base.place.offset is not None and type(offset) is int and not offset:
+            further = base.place.offset  # as most often: views of views, each of memory that is used again
+        elif base.place.offset is not None:
             both = (Number(self.tape, place) for place in (base.place.offset, further))
             further = self.tape.compute("+", *both).place
         place = Place(base.place.memory, self.numbers(size), self.numbers(stride), further)
@@ -180,7 +178,7 @@ class _Trace:
             return Figure(value.place)
         if isinstance(value, _Elsewhere):
             return value.host()
-        if isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
+        if isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
             return value
         raise NotComputableError(f"an argument of type {type(value).__name__}")
 
@@ -230,7 +228,7 @@ class _Names:
             return lambda *_: contextlib.nullcontext()
         if self._real is torch and name in _OF_ONE_NUMBER:
             return functools.partial(self._trace.applied, _OF_ONE_NUMBER[name], real)
-        if isinstance(real, _PLAIN):
+        if isinstance(real, PLAIN):
             return real
         return (_Function if callable(real) else _Names)(self._trace, real)
 

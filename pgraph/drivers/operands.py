@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-__all__ = ["HostOperand", "Operand", "distinct"]
+__all__ = ["HostOperand", "Layout", "Layouts", "Operand", "distinct"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +36,67 @@ class HostOperand:
     """
 
     tensor: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """All that operands have in common that kernels cannot tell apart but by their addresses.
+
+    Args:
+        size, stride, dtype, offset: as an `Operand` has them.
+        into: bytes from the beginning of the allocation that it lies in.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    offset: int
+    into: int
+
+    def at(self, address: int) -> Operand:
+        """An operand in an allocation that begins here."""
+        return Operand(address + self.into, self.size, self.stride, self.dtype, self.offset)
+
+
+class Layouts:
+    """Layouts by numbers, which are soon compared.
+
+    Attributes:
+        known: by number.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[Layout] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._phases: list[int] = []
+
+    def number(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: Any,
+        offset: int = 0,
+        into: int = 0,
+        phase: int = 0,
+    ) -> int:
+        """Equal for equal layouts in allocations that are aligned alike.
+
+        Args:
+            phase: bytes from an aligned address to the beginning of the allocation.
+        """
+        key = size, stride, dtype, offset, into, phase
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.known)
+            self.known.append(Layout(tuple(size), tuple(stride), dtype, offset, into))
+            self._phases.append(phase)
+        return number
+
+    def view(self, number: int, size: Sequence[int], stride: Sequence[int], further: int) -> int:
+        """The number of a view that begins so many elements further on."""
+        base = self.known[number]
+        into = base.into + further * base.dtype.itemsize
+        return self.number(size, stride, base.dtype, base.offset + further, into, self._phases[number])
 
 
 def distinct(arguments: Sequence[Any]) -> list[int]:
