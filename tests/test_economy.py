@@ -25,7 +25,7 @@ class Program:
             done. It can after three captures.
         purse: shared with other partitions.
         set_up: what libraries take for each size, when it is first run or computed.
-        nodes: as they are told before there is a capture.
+        ops: of the partition.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Program:
         computing: float | None = None,
         purse: Purse | None = None,
         set_up: float = 0.0,
-        nodes: int = 0,
+        ops: int = 0,
     ) -> None:
         self.own, self.launch, self.cost, self.computing = own, launch, cost, computing
         self.set_up = set_up
-        self.economy = Economy(lambda: self.launches, purse or Purse(0.0), nodes)
+        self.economy = Economy(lambda: self.launches, purse or Purse(0.0), ops)
         self.now = self.spent = 0.0
         self.calls = self.launches = self.looks = 0
         self.runs: dict[int, int] = {}
@@ -157,7 +157,7 @@ def test_a_server_whose_sizes_each_need_a_plan() -> None:
     rng = random.Random(0)
     sizes = [rng.randint(1, 32) for _ in range(600)]
     times = {"own": 1.7e-3, "launch": 0.7e-3, "cost": 0.05, "computing": 0.014, "set_up": 0.045}
-    program = Program(**times, purse=Purse(), nodes=86)
+    program = Program(**times, purse=Purse(), ops=300)
     program.calls_of(sizes[:300])
     assert len(program.captured) == 32
     before = program.now
@@ -170,12 +170,12 @@ def test_a_server_whose_sizes_each_need_a_plan() -> None:
 def test_what_may_be_spent_at_the_start_is_for_programs_that_it_is_enough_for() -> None:
     """Training on lengths of 16 to 256, with 45 ms for each, is never two per cent behind."""
     rng = random.Random(0)
-    program = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), nodes=240)
+    program = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), ops=800)
     for step in range(1, 6001):
         program.call(rng.randrange(16, 257))
         assert program.now <= 1.0101 * step * program.own
     assert program.captured
-    few = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), nodes=240)
+    few = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), ops=800)
     few.calls_of(rng.randrange(16) for _ in range(400))
     assert len(few.captured) == 16
 
@@ -203,7 +203,7 @@ def test_random_lengths_from_the_first_step_on() -> None:
 @pytest.mark.parametrize("own", [2e-3, 3e-3, 6e-3])
 def test_calls_that_nobody_looked_at_are_no_new_sizes(own: float) -> None:
     """Sixteen sizes in turn, which wait for their time: that they are sixteen is seen all the same."""
-    program = Program(own=own, launch=5e-4, cost=0.058, computing=0.02, purse=Purse(), nodes=400)
+    program = Program(own=own, launch=5e-4, cost=0.058, computing=0.02, purse=Purse(), ops=300)
     program.calls_of(list(range(16)) * 20)
     assert len(program.captured) == 16
 

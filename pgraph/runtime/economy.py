@@ -13,9 +13,9 @@ size is captured if both of these hold:
   that, and a capture of each partition, from before it met a second size.
 
 There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
-these seconds may be spent at once. A server of 32 batch sizes is at graph speed after some hundred calls, and
-would be after minutes. How many sizes there are is told by how often new ones came of late. Training on
-hundreds of lengths, with 50 ms for each, goes by the rule.
+and a thousand launches pay for that, these seconds may be spent at once. A server of 32 batch sizes is at
+graph speed after some hundred calls, and would be after minutes. How many sizes there are is told by how often
+new ones came of late. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
 
 A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
 never more than a second. Else a server would spend on its first requests what it saved up over night.
@@ -58,11 +58,18 @@ little beside the compilation that came before."""
 _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
 
-_NODE_S: Final = 7e-4
-"""Seconds that a capture takes for each node, as long as there was none (H200: 0.5 to 0.7 ms)."""
+_SOON: Final = 1000.0
+"""Launches that are to pay for what is spent at the start."""
 
-REST_S: Final = 0.01
-"""Seconds for which a no holds at most: to look takes some 50 us."""
+_REPEATED: Final = 3
+"""Calls with a size that had come before, from which on it is told how many sizes are to be expected."""
+
+_OP_S: Final = 2e-4
+"""Seconds that a capture takes for each op, as long as there was none. Inductor's code makes one node of some
+three ops, and 45 to 60 ms for 86 nodes were seen on an H200."""
+
+REST_S: Final = 0.05
+"""Seconds for which a no holds at most. To look takes up to 0.5 ms, with 60 inputs on an H200's host."""
 
 _WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
@@ -105,16 +112,16 @@ class Economy:
     Args:
         launches: tells how many launches of the partition there were.
         purse: which it shares with other partitions.
-        nodes: that a capture will have, about.
+        ops: on the device, in what is captured.
 
     Attributes:
         rests_until: until then no capture pays, whatever comes.
     """
 
-    def __init__(self, launches: Callable[[], int], purse: Purse, nodes: int = 0) -> None:
+    def __init__(self, launches: Callable[[], int], purse: Purse, ops: int = 0) -> None:
         self._launches_so_far = launches
         self._purse = purse
-        self._guess = _NODE_S * nodes
+        self._guess = _OP_S * ops
         self._own: deque[float] = deque(maxlen=_SAMPLES)
         self._behind: deque[bool] = deque(maxlen=_SAMPLES)
         self._launches: deque[float] = deque(maxlen=_SAMPLES)
@@ -125,7 +132,7 @@ class Economy:
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
         self._new = self._weight = 0.0
-        self._sizes = self._made = self._calls = self._counted = self._looks = 0
+        self._sizes = self._made = self._again = self._calls = self._counted = self._looks = 0
         self.rests_until = float("-inf")
 
     def met(self, calls: int, now: float) -> None:
@@ -151,6 +158,7 @@ class Economy:
         """
         self._looks += 1
         self._seen(not first)
+        self._again += not first
         if first:  # it is slower than those that launches replace
             self._firsts.append(seconds)
             return
@@ -222,11 +230,13 @@ class Economy:
         share = self._share
         between = (1.0 - share) / share if share else float("inf")
         came = runs * (1.0 + self._resting(calls) / max(self._looks, 1))
-        wait = self._wait(now, cost, learning or computed)
+        if self._starts(now, cost, learning or computed):
+            return True
+        wait = self._wait(now, cost)
         trying = learning or (computed and not self._computed)
         if wait <= 0.0 and (saves * max(came, between) >= cost or (trying and saves > 0.0)):
             return True
-        if (wait > 0.0 or not saves) and not self._computing_pays():
+        if not self._computing_pays():
             self.rests_until = now + self._rest(wait)
         return False
 
@@ -242,12 +252,19 @@ class Economy:
         """Of the last calls, those with a new size."""
         return min(self._new / self._weight, 1.0) if self._weight else 1.0
 
+    def _starts(self, now: float, cost: float, computing: bool) -> bool:
+        """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
+        launches pay for that soon."""
+        further = max(self._all(computing), cost)
+        pays = further <= self._saves * _SOON
+        return pays and self._purse.debts(now) + further <= self._purse.start
+
     def _all(self, computing: bool) -> float:
         """Seconds that it costs to capture all sizes that are to be expected, beside those that are."""
-        known = 1.0 - self._share  # of the calls to come: as I. J. Good estimated it for species
-        if known <= 0.0:
+        if self._again < _REPEATED:
             return float("inf")
-        return max(self._sizes / known - self._made, 0.0) * self._cost(computing)
+        known = 1.0 - self._share  # of the calls to come: as I. J. Good estimated it for species
+        return max(self._sizes / known - self._made, 0.0) * self._cost(computing) if known else float("inf")
 
     def _rest(self, wait: float) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid the debts."""
@@ -256,15 +273,12 @@ class Economy:
             rest = min(rest, self.debt / self._saves * statistics.median(self._gaps))
         return rest
 
-    def _wait(self, now: float, cost: float, computing: bool) -> float:
+    def _wait(self, now: float, cost: float) -> float:
         """Seconds of the program until a further capture can be afforded; 0.0 if it can be now."""
         cost = max(cost + self._spent - self._saves * self._launches_so_far(), 0.0) if not self.debt else cost
         if not cost:
             return 0.0
-        debts = self._purse.debts(now)
-        if debts + max(self._all(computing), cost) <= self._purse.start:
-            return 0.0
-        return max((debts + cost) / CREDIT - self._ran, 0.0)
+        return max((self._purse.debts(now) + cost) / CREDIT - self._ran, 0.0)
 
     def _resting(self, calls: int) -> int:
         """Calls that were neither launched nor looked at."""
