@@ -14,8 +14,8 @@ size is captured if both of these hold:
 
 There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
 and a thousand launches pay for that, these seconds may be spent at once. A server of 32 batch sizes is at
-graph speed after some hundred calls, and would be after minutes. How many sizes there are is told by how often
-new ones came of late. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
+graph speed after some hundred calls, and would be after minutes. How many sizes there are is told by how
+often new ones came of late. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
 
 A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
 never more than a second. Else a server would spend on its first requests what it saved up over night.
