@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch._inductor.select_algorithm import extern_kernels
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
 from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
-from pgraph.drivers.operands import Operand
+from pgraph.drivers.operands import Layouts, Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
@@ -291,3 +293,172 @@ def test_lazy_inputs_are_captured(bit: Any) -> None:
     assert lazy.is_conj() or lazy.is_neg()
     with pytest.raises(NotComputableError, match="lazy"):
         evaluate(script, [6, lazy], [16], Tools(kernel_node, product, {}))
+
+
+LAYER = """
+    a = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+    kernel.run(x, w{i}, a, n, {number}, stream=0)
+    b = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+    extern_kernels.mm(a, reinterpret_tensor(w{i}, (4, 4), (1, 4), 0), out=b)
+    c = reinterpret_tensor(a, (n, 4), (4, 1), 0)
+    extern_kernels.mm(b, b, out=c)
+    extern_kernels.mm(b, a, out=c)
+    extern_kernels.mm(b, reinterpret_tensor(b, (4, n), (1, 4), 0), out=c)
+    del a, b
+    d = torch.ops.aten.relu.default(c)
+    assert_size_stride(d, (n, 4), (4, 1))
+    kernel.run(d, d, c, n, {number}, stream=0)
+    x = reinterpret_tensor(d, (n, 4), (4, 1), 0)
+    kernel.run(x, reinterpret_tensor(x, (n, 2), (4, 1), 2), c, n, {number}, stream=0)
+    kernel.run(x, reinterpret_tensor(c, (n, 2), (4, 1), 2), c, n, {number}, stream=0)
+    del c, d
+"""
+LAYERS = 6
+LAUNCHES = 4 * LAYERS
+
+
+def layers(*numbers: Any) -> Script:
+    """Layers that are alike, but for what the kernels of each are given as a number."""
+    bodies = [LAYER.format(i=i, number=number) for i, number in enumerate(numbers)]
+    weights = ", ".join(f"w{i}" for i in range(LAYERS))
+    return script_of(
+        "\n".join([f"n, x, {weights} = args", "args.clear()", *bodies, "return (x, w0, n)"]),
+        6,
+        torch.ones(6, 4),
+        *[torch.ones(4, 4)] * LAYERS,
+    )
+
+
+def given(n: int) -> tuple[list[Any], list[int]]:
+    """Arguments and alignments: two of the weights lie otherwise in their storage, or in memory."""
+    weights = [torch.ones(4, 4) for _ in range(LAYERS)]
+    weights[3] = torch.ones(5, 4)[1:]
+    return [n, torch.ones(n, 4), *weights], [256, *[256] * (LAYERS - 1), 16]
+
+
+def of_operands(arguments: Sequence[Any]) -> list[int]:
+    """All that a kernel may depend on, but for where operands lie."""
+    return [
+        number
+        for a in arguments
+        if isinstance(a, Operand)
+        for number in (a.address % 256, *a.size, *a.stride, a.offset)
+    ]
+
+
+def library(event: Call, arguments: Sequence[Any]) -> Proved:
+    """Any call as two nodes, as `product` is; each operand that is another one counts as an input."""
+    operands = [arguments[i] for i in distinct(arguments)]
+    n = len(operands)
+    inputs = tuple(GhostAllocation((1 << 50) + i * 4096, 64, 0, 2) for i in range(n))
+    made = [GhostAllocation(1 << 51, 128, 0, 2), GhostAllocation(1 << 52, 1024, 0, None, library=True)]
+    slots = [Slot(0, 0, n + 1, 0), *(Slot(1, 8 * i, i, 4 * i) for i in range(n + 1))]
+    outputs = []
+    if event.results:
+        made.insert(0, GhostAllocation(1 << 53, 4096, 1, None))
+        size, stride = operands[0].size, operands[0].stride
+        outputs.append(OutputSpec(region=n, layout=TensorSpec(size, stride, F32, 16)))
+    nodes = (node_of("fill", [0]), node_of("of a library", [0] * (n + 1) + of_operands(operands)))
+    return Recording(
+        nodes, chain(2), (*inputs, *made), n, tuple(outputs), (0, 0), None, steps=(0, 1, 2)
+    ), tuple(slots)
+
+
+class Launches:
+    """Makes nodes of kernels, of which some have other samples."""
+
+    def __init__(self, samples: Mapping[int, Hashable]) -> None:
+        self.samples, self.made = samples, 0
+
+    def node(
+        self, position: int, event: Run, arguments: Sequence[Any]
+    ) -> tuple[NodeRecord, list[tuple[int, int]]]:
+        self.made += 1
+        words = [a.address if isinstance(a, Operand) else 0 for a in arguments] + of_operands(arguments)
+        numbers = [a for a in arguments if not isinstance(a, Operand)]
+        node = node_of(f"{event.name} {numbers} {self.samples.get(event.number, 'usual')}", words)
+        return node, [(8 * i, i) for i, a in enumerate(arguments) if isinstance(a, Operand)]
+
+    def sample(self, event: Run) -> Hashable:
+        return self.samples.get(event.number, "usual")
+
+
+def without_addresses(proved: Proved | None) -> Proved:
+    assert proved is not None
+    recording, slots = proved
+    nodes = [bytearray(node.params) for node in recording.nodes]
+    for slot in slots:
+        nodes[slot.node][slot.offset : slot.offset + 8] = bytes(8)
+    blank = [dataclasses.replace(n, params=bytes(p)) for n, p in zip(recording.nodes, nodes, strict=True)]
+    return dataclasses.replace(recording, nodes=tuple(blank)), slots
+
+
+HALF = ["0.5"] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("numbers", "samples", "made"),
+    [
+        # Of each of a layer's launches one; the first layer's input, and two of the weights, are others.
+        (HALF, {}, 4 + 3),
+        (HALF, {5: "another"}, 4 + 3 + 1),
+        (HALF, {5: "another", 9: "another", 13: "a third"}, 4 + 3 + 2),
+        (HALF, {1: None, 5: None, 9: None}, 4 + 3 + 3),
+        (["0.0", "-0.0", "0", "False", "n * 2", "None"], {}, LAUNCHES),
+        (["n", "n", "n * 2", "n * 2", *["float('nan')"] * 2], {}, (4 + 1) + (4 + 1) + 2 * 4),
+    ],
+)
+def test_events_that_are_alike_are_evaluated_once(
+    numbers: list[str], samples: dict[int, Hashable], made: int
+) -> None:
+    """What comes out is what each event by itself gives: the same tensors, aligned alike, numbers by type."""
+    script = layers(*numbers)
+    types: list[dict[int, Any]] = [{}, {}]
+    launches = Launches(samples)
+    shared = Tools(launches.node, library, types[0], launches.sample)
+    for n in (6, 9, 2, 4, 9):
+        arguments, alignments = given(n)
+        launches.made = 0
+        found = without_addresses(evaluate(script, arguments, alignments, shared))
+        assert launches.made == made
+        alone = Tools(launches.node, library, types[1])
+        assert without_addresses(evaluate(script, arguments, alignments, alone)) == found
+        assert launches.made == made + LAUNCHES
+    assert types[0] == types[1]
+
+
+def test_layouts_have_a_number_each() -> None:
+    layouts = Layouts()
+    usual = {"size": (3, 2), "stride": (2, 1), "dtype": F32, "offset": 4, "into": 16, "phase": 0}
+    others = {"size": (2, 2), "stride": (1, 3), "dtype": torch.int32, "offset": 0, "into": 0, "phase": 16}
+    each = [usual, *({**usual, key: value} for key, value in others.items())]
+    numbers = [layouts.number(**layout) for layout in each]
+    assert numbers == list(range(7)) == [layouts.number(**layout) for layout in each]
+    assert layouts.known[0].at(1000) == Operand(1016, (3, 2), (2, 1), F32, 4)
+    views = [layouts.view(number, (2,), (1,), 2) for number in (0, 6, 0)]
+    assert views == [7, 8, 7], "as aligned as what they are views of"
+    assert layouts.known[7].at(1000) == layouts.known[8].at(1000) == Operand(1024, (2,), (1,), F32, 6)
+
+
+@pytest.mark.parametrize("known", [(), ("mm",), ("mm", "relu")])
+def test_calls_that_are_alike_are_asked_for_as_those_alone(known: tuple[str, ...]) -> None:
+    script, launches = layers(*HALF), Launches({})
+    arguments, alignments = given(9)
+    complete: dict[int, Any] = {}
+    assert evaluate(script, arguments, alignments, Tools(launches.node, library, complete)) is not None
+    some = dict(list(complete.items())[:3])
+    asked: list[list[Hashable]] = []
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+        asked[-1].append(LibraryCall(event, tuple(arguments), 0).key())
+        return library(event, arguments) if any(name in str(event.function) for name in known) else None
+
+    for types in ({}, some, complete):
+        for sample in (launches.sample, None):
+            asked.append([])
+            tools = Tools(launches.node, site, dict(types), sample)
+            found = evaluate(script, arguments, alignments, tools)
+            assert (found is not None) == (len(known) == 2)
+    pairs = [tuple(list(dict.fromkeys(keys)) for keys in asked[i : i + 2]) for i in range(0, 6, 2)]
+    assert all(one == other for one, other in pairs)
+    assert all(len(keys) < 10 for keys in asked[::2])

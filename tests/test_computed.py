@@ -18,9 +18,11 @@ from support import Block, host, same
 from torch import Tensor
 
 import pgraph
+from pgraph.compute import compare
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
+from pgraph.compute.script import Run
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
@@ -503,3 +505,76 @@ def test_launch_attributes_of_generated_kernels_are_those_of_their_size() -> Non
     assert host_nodes.kernel_node(work, sample, (operand, 4.0)) is None
     double = dataclasses.replace(operand, dtype=torch.float64)
     assert host_nodes.kernel_node(work, sample, (double, 4)) is None
+
+
+def deep(x: Tensor, w: Tensor) -> Tensor:
+    """Layers that are alike."""
+    for _ in range(5):
+        y = torch.relu(x @ w) * 0.5
+        x = (y @ w).softmax(-1) + (y.t() @ x).sum()
+    return x
+
+
+def test_launches_with_equal_samples_share_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the recording is that in which each has its own."""
+    model = compiled(deep)
+    call(model, WARM, deep)
+    found = computer()
+    launches = [event for event in found._script.events if isinstance(event, Run)]
+    assert len(set(found._alike.values())) < len(found._alike) == len(launches)
+    taken: list[tuple[Any, ...]] = []
+    real = Computer.recording
+
+    def recording(self: Computer, inputs: list[Any], alignments: Any) -> Any:
+        taken.append((list(inputs), alignments))
+        return real(self, inputs, alignments)
+
+    monkeypatch.setattr(Computer, "recording", recording)
+    call(model, (17, 2, 8), deep)
+    assert len(taken) == 3
+    asked = 0
+
+    def node(*launch: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return found._node(*launch)
+
+    for sizes in taken:
+        asked = 0
+        shared, slots = found._evaluated(found._script, *sizes, node)
+        assert 0 < asked < len(launches)
+        asked = 0
+        alone, others = found._evaluated(found._script, *sizes, node, alone=True)
+        assert asked == len(launches)
+        assert slots == others
+        assert shared.allocations == alone.allocations
+        assert compare.difference(shared, slots, alone, others) is None
+
+
+def test_a_launch_with_another_sample_has_its_own_node() -> None:
+    """Of a sample only what the driver takes of it counts: not the grid, and no bytes that it sets."""
+
+    class Driver:
+        def kernel_node(self, kernel: Any, sample: NodeRecord, arguments: Any) -> Any:
+            header, params = (sample.header[0], arguments[0]), bytes(8) + sample.params[8:]
+            return dataclasses.replace(sample, header=header, params=params), []
+
+    usual = NodeRecord("kernel", "kernel", ("function", 1), b"address0nothing1")
+    samples = [
+        usual,
+        dataclasses.replace(usual, header=("function", 2), params=b"address1nothing1"),
+        dataclasses.replace(usual, params=b"address0nothing2"),
+        dataclasses.replace(usual, kept=("an attribute",)),
+        dataclasses.replace(usual, header=("another function", 1)),
+        dataclasses.replace(usual, params=b"address2nothing2"),
+        *[dataclasses.replace(usual, structs=((0, i),)) for i in (1, 2, 2)],
+        usual,
+    ]
+    found = Computer(Driver(), work)  # type: ignore[arg-type]
+    found._samples = dict(enumerate(samples))
+    for number in range(len(samples)):
+        event = Run(number, "kernel", None, ())
+        made, _ = found._node(0, event, [3])
+        found._alike[number] = found._first_like(event, [3], made)
+    # After four that differ no other one is kept to be compared with.
+    assert list(found._alike.values()) == [0, 0, 2, 3, 4, 2, 6, 7, 8, 0]

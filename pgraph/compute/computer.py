@@ -19,6 +19,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
+from pgraph.compute.pieces import Latest
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.trace import traced
@@ -39,6 +40,9 @@ _ROUNDS: Final = 16
 _PATIENCE: Final = 8
 """Attempts in a row that come to nothing, after which there is none any more. A size may be tried twice: at
 its first call, and before it is captured."""
+
+_DIFFERENT: Final = 4
+"""Samples of one kernel that others are compared with."""
 
 _ALIGNED: Final = 16
 """Bytes. Inductor's code makes copies of inputs that are aligned to less."""
@@ -67,6 +71,7 @@ class Computer:
         self._hopeless: str | None = None if self._code is not None else "the code is not Inductor's alone"
         self._samples: dict[int, NodeRecord] = {}  # of launches of generated kernels, by their numbers
         self._alike: dict[int, int] = {}  # for each launch the first one with a sample like its own
+        self._firsts: dict[str, list[int]] = {}  # these, by the names of kernels
         self._seen: list[set[int]] = []  # for each number among the arguments: values that were compared
         self._aligned: set[tuple[int, ...]] = set()
         self._compared = self._captures = self._failures = 0
@@ -74,7 +79,7 @@ class Computer:
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
         self._types: dict[int, Any] = {}  # of results of library calls
-        self._latest: dict[Any, Any] = {}  # of the latest recording
+        self._latest = Latest()
         self._first: First | None = None  # as long as there was one capture
         self.latest: str | None = None
 
@@ -182,6 +187,7 @@ class Computer:
         self._hopeless, self._script, self._first = reason, None, None
         self._samples.clear()
         self._alike.clear()
+        self._firsts.clear()
         self._latest.clear()
         self._sites = Sites(self._driver)
 
@@ -201,16 +207,15 @@ class Computer:
     def _first_like(self, event: Run, arguments: Sequence[Any], made: NodeRecord) -> int:
         """The first launch of a kernel whose sample gives this node, too.
 
-        A driver takes some fields and bytes of a sample, and sets all others, whatever the arguments are. So
-        samples that are equal in what it takes give equal nodes, and no others do.
+        Then it gives the node of this launch for other arguments, too: see `Driver.kernel_node`.
         """
-        for number in dict.fromkeys(self._alike.values()):
-            sample = self._samples[number]
-            if sample.name != made.name:
-                continue
-            other = self._driver.kernel_node(event.kernel, sample, arguments)
+        firsts = self._firsts.setdefault(event.name, [])
+        for number in firsts:
+            other = self._driver.kernel_node(event.kernel, self._samples[number], arguments)
             if other is not None and other[0] == made:
                 return number
+        if len(firsts) < _DIFFERENT:
+            firsts.append(event.number)
         return event.number
 
     def _evaluated(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from pgraph.compute.errors import NotComputableError
+from pgraph.compute.pieces import Latest, Part, Range
 from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script, Sort, View
 from pgraph.drivers.interface import ALIGNMENT, extent
-from pgraph.drivers.operands import HostOperand, Layouts, distinct
-from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
+from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -36,52 +37,14 @@ class Tools:
         types: of results of library calls, by memory; those that become known are added.
         sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
             addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
-        latest: of the latest recording of this script; set here.
+        latest: of this script.
     """
 
     node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
     site: Callable[[Call, Sequence[Any]], Proved | None]
     types: dict[int, Any]
     sample: Callable[[Run], Hashable] | None = None
-    latest: dict[Any, tuple[Sequence[Any], Sequence[Any]]] = dataclasses.field(default_factory=dict)
-
-    def objects(self, kind: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """One for each row; the latest one where that row was equal, as most slots' are."""
-        told, made = self.latest.get(kind, ((), ()))
-        again = zip(rows, told, made, strict=False)
-        found = [old if row == was else kind(*row) for row, was, old in again]
-        found += [kind(*row) for row in rows[len(found) :]]
-        self.latest[kind] = rows, found
-        return tuple(found)
-
-
-@dataclasses.dataclass(slots=True)
-class _Range:
-    """An allocation."""
-
-    address: int
-    nbytes: int
-    birth: int
-    death: int | None = None
-    library: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """What a launch or a call adds to a recording, and each one that is like it.
-
-    Args:
-        words: node, byte, which range, how far into it; of the ranges of its tensors, and then of its
-            allocations.
-        steps: within its nodes.
-        results: which allocation, and the number of the layout; or a constant.
-    """
-
-    nodes: tuple[NodeRecord, ...]
-    words: tuple[tuple[int, int, int, int], ...]
-    allocations: tuple[GhostAllocation, ...] = ()
-    steps: tuple[int, ...] = ()
-    results: tuple[tuple[int, int] | OutputSpec, ...] = ()
+    latest: Latest = dataclasses.field(default_factory=Latest)
 
 
 class _Evaluation:
@@ -98,7 +61,7 @@ class _Evaluation:
             raise NotComputableError("the generated code goes another way for these sizes")
         self.script, self.arguments, self.values, self.tools = script, arguments, values, tools
         self.position = _BASE
-        self.ranges: list[_Range] = []
+        self.ranges: list[Range] = []
         self.nodes: list[NodeRecord] = []
         self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
         self.layouts = Layouts()
@@ -107,7 +70,7 @@ class _Evaluation:
         self.layout_of: list[int | None] = [None] * script.memories
         self.constants: dict[int, OutputSpec] = {}  # by memory: they have neither
         self.made: dict[int | None, tuple[int, int]] = {}  # bytes and layout, by sort
-        self.parts: dict[Hashable, _Part | None] = {}  # None if it is not known
+        self.parts: dict[Hashable, Part | None] = {}  # None if it is not known
         self.checked: set[Hashable] = set()
         self.workspaces: dict[int, int] = {}  # ranges of libraries, by bytes
         self.dropped: list[int] = []
@@ -131,7 +94,7 @@ class _Evaluation:
     def range(self, nbytes: int, birth: int, phase: int = 0) -> int:
         address = self.position + phase
         self.position += -(-(nbytes + phase) // _GAP) * _GAP + _GAP
-        self.ranges.append(_Range(address, nbytes, birth))
+        self.ranges.append(Range(address, nbytes, birth))
         return len(self.ranges) - 1
 
     def boundary(self) -> int:
@@ -169,12 +132,12 @@ class _Evaluation:
             part = self.parts[key] = self.launched(event, sort, layouts)
         self.add(part, sort)
 
-    def launched(self, event: Run, sort: Sort, layouts: Sequence[int]) -> _Part:
+    def launched(self, event: Run, sort: Sort, layouts: Sequence[int]) -> Part:
         arguments, tensors = self.given(event, sort, layouts)
         node, addresses = self.tools.node(len(self.nodes), event, arguments)
         # All but constants, which stay where they are.
         found = [(byte, tensors[at]) for byte, at in addresses if at in tensors]
-        return _Part((node,), tuple([(0, byte, i, self.layouts.known[layouts[i]].into) for byte, i in found]))
+        return Part((node,), tuple([(0, byte, i, self.layouts.known[layouts[i]].into) for byte, i in found]))
 
     def call(self, event: Call, sort: Sort) -> None:
         layouts = self.told(sort)
@@ -198,7 +161,7 @@ class _Evaluation:
             self.tools.types[memory] = self.layouts.known[layout].dtype
         self.boundary()
 
-    def called(self, event: Call, sort: Sort, layouts: Sequence[int]) -> _Part | None:
+    def called(self, event: Call, sort: Sort, layouts: Sequence[int]) -> Part | None:
         arguments, tensors = self.given(event, sort, layouts)
         known = self.tools.site(event, arguments)
         if known is None:
@@ -207,13 +170,13 @@ class _Evaluation:
         if len(site.outputs) != len(event.results):
             raise NotComputableError(f"{event.function} has {len(site.outputs)} new results")
         regions = [
-            (i, self.layouts.known[layouts[i]].into) for i in map(tensors.__getitem__, distinct(arguments))
+            (i, self.layouts.known[layouts[i]].into) for i in (tensors[at] for at in distinct(arguments))
         ]
         regions += [(len(layouts) + i, 0) for i in range(len(site.allocations) - site.n_inputs)]
         words = [(s.node, s.offset, regions[s.region][0], regions[s.region][1] + s.delta) for s in slots]
         results = [self.result(spec, site.n_inputs) for spec in site.outputs]
         allocations = site.allocations[site.n_inputs :]
-        return _Part(site.nodes, tuple(words), allocations, site.steps, tuple(results))
+        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results))
 
     def outline(self, event: Call) -> None:
         """Tell the results of a call that is not known, as far as the generated code tells their layouts."""
@@ -225,7 +188,7 @@ class _Evaluation:
             nbytes, self.layout_of[memory] = self.whole(*layout, dtype)
             self.range_of[memory] = self.range(nbytes, 0)
 
-    def add(self, part: _Part, sort: Sort) -> list[int]:
+    def add(self, part: Part, sort: Sort) -> list[int]:
         """The ranges of its allocations."""
         first = len(self.nodes)
         made = [self.adopted(a, first) for a in part.allocations] if part.allocations else []
@@ -264,7 +227,7 @@ class _Evaluation:
             return
         spec = self.constants.get(event.tensor.memory)
         if spec is not None and isinstance(spec.constant, torch.Tensor) and event.tensor.size is None:
-            # Note [Seeds of attention]
+            # Seeds, too: see Note [Seeds of attention].
             of_size, of_stride = tuple(spec.constant.size()), tuple(spec.constant.stride())
         else:
             found = self.layouts.known[self.told(sort)[0]]
@@ -317,12 +280,15 @@ class _Evaluation:
         for at, value in enumerate(event.arguments):
             if isinstance(value, Place):
                 tensors[at] = i = len(tensors)
-                r = self.range_of[value.memory]
-                assert r is not None
-                found.append(self.layouts.known[layouts[i]].at(self.ranges[r].address))
+                found.append(self.operand(value.memory, layouts[i]))
             else:
                 found.append(self.argument(value))
         return found, tensors
+
+    def operand(self, memory: int, layout: int) -> Operand:
+        r = self.range_of[memory]
+        assert r is not None
+        return self.layouts.known[layout].at(self.ranges[r].address)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, Figure):
@@ -337,20 +303,21 @@ class _Evaluation:
         later = sorted(range(n_inputs, len(self.ranges)), key=lambda r: self.ranges[r].birth)
         order = [*range(n_inputs), *later]
         region = {r: i for i, r in enumerate(order)}
-        made = [self.ranges[r] for r in order]
-        allocations = self.tools.objects(
-            GhostAllocation, [(r.address, r.nbytes, r.birth, r.death, 0, r.library) for r in made]
-        )
+        allocations = self.tools.latest.allocations([self.ranges[r] for r in order])
         words = [(node, offset, region[r], into) for node, offset, r, into in sorted(self.slots)]
-        slots = self.tools.objects(Slot, words)
-        outputs = tuple(self.output(i, leaf, region) for i, leaf in enumerate(self.script.results))
+        slots = self.tools.latest.slots(words)
+        results = [self.output(i, leaf, region) for i, leaf in enumerate(self.script.results)]
+        outputs = self.tools.latest.outputs(results)
         steps, nodes = tuple(sorted(self.steps)), tuple(self.nodes)
         recording = Recording(
             nodes, chain(len(nodes)), allocations, n_inputs, outputs, (0, 0), None, steps=steps
         )
         return recording, slots
 
-    def output(self, position: int, leaf: Any, region: dict[int, int]) -> OutputSpec:
+    def output(self, position: int, leaf: Any, region: dict[int, int]) -> OutputSpec | tuple[Any, ...]:
+        """A constant; or the number among the allocations, the one among the inputs, the layout, and which
+        result it is once more.
+        """
         if isinstance(leaf, Host):
             return OutputSpec(constant=self.arguments[leaf.position], unread=True)
         if not isinstance(leaf, Place):
@@ -361,18 +328,17 @@ class _Evaluation:
         assert r is not None
         is_input = r < len(self.script.inputs)
         if is_input and leaf.size is None:
-            return OutputSpec(input=r)
+            return None, r, None, None
         number = self.layout_of[leaf.memory]
         assert number is not None
         if leaf.size is not None and leaf.stride is not None and leaf.offset is not None:
             number = self.view(number, (leaf.size, leaf.stride, leaf.offset))
         found = self.layouts.known[number]
-        offset = found.into if self.ranges[r].nbytes else 0
-        layout = TensorSpec(found.size, found.stride, found.dtype, offset)
+        layout = found.size, found.stride, found.dtype, found.into if self.ranges[r].nbytes else 0
         if is_input:
-            return OutputSpec(input=r, layout=layout)
+            return None, r, layout, None
         first = self.script.identities[position]
-        return OutputSpec(region=region[r], layout=layout, same=first if first < position else None)
+        return region[r], None, layout, first if first < position else None
 
 
 def evaluate(
@@ -388,13 +354,18 @@ def evaluate(
     Raises:
         NotComputableError: these sizes have to be captured.
     """
-    now = _Evaluation(script, arguments, alignments, tools)
-    steps: dict[type, Callable[[Any, Sort], None]]
-    steps = {Make: now.make, Run: now.run, Call: now.call, Check: now.check, Drop: now.drop}
+    evaluation = _Evaluation(script, arguments, alignments, tools)
+    steps: dict[type, Callable[[Any, Sort], None]] = {
+        Make: evaluation.make,
+        Run: evaluation.run,
+        Call: evaluation.call,
+        Check: evaluation.check,
+        Drop: evaluation.drop,
+    }
     try:
         for event, sort in zip(script.events, script.sorts, strict=True):
             steps[type(event)](event, sort)
     except NotComputableError:
-        if not now.outlined:
+        if not evaluation.outlined:
             raise
-    return None if now.outlined else now.recording()
+    return None if evaluation.outlined else evaluation.recording()

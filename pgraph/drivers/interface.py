@@ -312,6 +312,9 @@ class Driver(abc.ABC):
     ) -> tuple[NodeRecord, Sequence[tuple[int, int]]] | None:
         """The node that the launch of a generated kernel records; None where that cannot be told.
 
+        Which fields and bytes are the sample's does not depend on the arguments. So samples that give equal
+        nodes for some arguments do so for all.
+
         Args:
             sample: what a launch of it recorded, with other arguments.
             arguments: an `Operand` for each tensor of the device, or a value.

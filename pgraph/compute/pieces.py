@@ -1,0 +1,78 @@
+"""What an evaluation puts a recording together from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, TensorSpec
+from pgraph.template.template import Slot
+
+__all__ = ["Latest", "Part", "Range"]
+
+
+@dataclasses.dataclass(slots=True)
+class Range:
+    """An allocation."""
+
+    address: int
+    nbytes: int
+    birth: int
+    death: int | None = None
+    library: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a launch or a call adds to a recording, and each one that is like it.
+
+    Args:
+        words: node, byte, which range, how far into it; of the ranges of its tensors, and then of its
+            allocations.
+        steps: within its nodes.
+        results: which allocation, and the number of the layout; or a constant.
+    """
+
+    nodes: tuple[NodeRecord, ...]
+    words: tuple[tuple[int, int, int, int], ...]
+    allocations: tuple[GhostAllocation, ...] = ()
+    steps: tuple[int, ...] = ()
+    results: tuple[tuple[int, int] | OutputSpec, ...] = ()
+
+
+class Latest:
+    """Facts of the latest recording of a script: most of those of the next are equal, and not made."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Sequence[Any], Sequence[Any]]] = {}
+
+    def allocations(self, ranges: Sequence[Range]) -> tuple[GhostAllocation, ...]:
+        rows = [(r.address, r.nbytes, r.birth, r.death, 0, r.library) for r in ranges]
+        return self._made(GhostAllocation, rows)
+
+    def slots(self, rows: Sequence[tuple[int, int, int, int]]) -> tuple[Slot, ...]:
+        return self._made(Slot, rows)
+
+    def outputs(self, rows: Sequence[OutputSpec | tuple[Any, ...]]) -> tuple[OutputSpec, ...]:
+        """Rows are as `_output` takes them; constants stand for themselves."""
+        made = iter(self._made(_output, [row for row in rows if isinstance(row, tuple)]))
+        return tuple([next(made) if isinstance(row, tuple) else row for row in rows])
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def _made(self, kind: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What the function makes of each row."""
+        told, known = self._known.get(kind, ((), ()))
+        found = [old if row == was else kind(*row) for row, was, old in zip(rows, told, known, strict=False)]
+        found += [kind(*row) for row in rows[len(found) :]]
+        self._known[kind] = rows, found
+        return tuple(found)
+
+
+def _output(
+    region: int | None, given: int | None, layout: tuple[Any, ...] | None, same: int | None
+) -> OutputSpec:
+    spec = TensorSpec(*layout) if layout is not None else None
+    return OutputSpec(region=region, input=given, layout=spec, same=same)
