@@ -208,6 +208,33 @@ def test_calls_that_nobody_looked_at_are_no_new_sizes(own: float) -> None:
     assert len(program.captured) == 16
 
 
+def test_a_warm_up_earns_no_credit() -> None:
+    """Code is compiled for 40 s, twice; then any of 241 lengths may come."""
+    rng = random.Random(0)
+    program = Program(own=9e-3, launch=4e-3, cost=0.06, computing=0.02, purse=Purse(), ops=250)
+    for length in (256, 16, 255, 254, 252):
+        program.now += 40 if length in (256, 16) else 0.2
+        program.call(length)
+    program.captured.clear()  # code for all lengths is captured by itself
+    warm = program.now
+    for step in range(1, 1001):
+        program.call(rng.randrange(16, 257))
+        assert program.now - warm <= 1.011 * step * program.own
+
+
+def test_five_sizes_that_came_before_are_not_all() -> None:
+    """Five lengths come again and again before any of 241 does."""
+    rng, economy = random.Random(0), Economy(lambda: 0, Purse(), ops=250)
+    known: set[int] = set()
+    lengths = [256, 16, 255, 254, 252] * 4 + [rng.randrange(16, 257) for _ in range(60)]
+    for call, length in enumerate(lengths):
+        if length not in known:
+            economy.met(call, 9e-3 * call)
+        economy.ran(9e-3, first=length not in known)
+        known.add(length)
+        assert call < 26 or not economy.pays(1, call + 1, 9e-3 * (call + 1), learning=True)
+
+
 def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
     program = Program(own=1e-3, launch=2e-4, cost=0.03)
     size = 0

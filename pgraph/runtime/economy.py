@@ -17,8 +17,9 @@ and a thousand launches pay for that, these seconds may be spent at once. A serv
 graph speed after some hundred calls, and would be after minutes. How many sizes there are is told by how
 often new ones came of late. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
 
-A program that waits does not run: of the time between two calls no more counts than is usual (`_IDLE`), and
-never more than a second. Else a server would spend on its first requests what it saved up over night.
+A program that waits does not run, nor one that compiles: of the time between two calls no more counts than is
+usual (`_IDLE`), never more than a second, and nothing between the first ones. Else a server would spend on
+its first requests what it saved up over night.
 
 To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
 a while (`REST_S`): calls that no capture serves run uncaptured without a further look, and those that are
@@ -64,6 +65,9 @@ _SOON: Final = 1000.0
 _REPEATED: Final = 3
 """Calls with a size that had come before, from which on it is told how many sizes are to be expected."""
 
+_MANY: Final = 0.5
+"""Where so many of the latest calls bring new sizes, it is not told how many there are."""
+
 _OP_S: Final = 2e-4
 """Seconds that a capture takes for each op, as long as there was none. Inductor's code makes one node of some
 three ops, and 45 to 60 ms for 86 nodes were seen on an H200."""
@@ -72,8 +76,9 @@ REST_S: Final = 0.05
 """Seconds for which a no holds at most. To look takes up to 0.5 ms, with 60 inputs on an H200's host."""
 
 _WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
+_FEW: Final = 8.0  # the latest of them
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
-_IDLE: Final = 10.0  # times the usual time between two calls; what is longer was spent waiting
+_IDLE: Final = 10.0  # times the shortest time between two calls; what is longer was spent waiting
 _IDLE_S: Final = 1.0  # and what is longer than this
 _STALE_S: Final = 0.05  # how old a sum of debts may be
 
@@ -131,7 +136,7 @@ class Economy:
         self._gaps: deque[float] = deque(maxlen=_SAMPLES)
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
-        self._new = self._weight = 0.0
+        self._lately, self._latest_few = _Share(_WINDOW), _Share(_FEW)
         self._sizes = self._made = self._again = self._calls = self._counted = self._looks = 0
         self.rests_until = float("-inf")
 
@@ -143,8 +148,7 @@ class Economy:
             now: by the clock that all other times are taken from.
         """
         self._passed(calls + 1, now)
-        self._seen(1)
-        self._new += 1.0
+        self._seen(1, new=1)
         self._sizes += 1
         if self._sizes == 2:
             self._purse.join(self)
@@ -227,7 +231,7 @@ class Economy:
         cost, saves = self._cost(computed), self._saves
         if computed and saves >= cost:
             return True
-        share = self._share
+        share = self._lately.now
         between = (1.0 - share) / share if share else float("inf")
         came = runs * (1.0 + self._resting(calls) / max(self._looks, 1))
         if self._starts(now, cost, learning or computed):
@@ -247,11 +251,6 @@ class Economy:
         costs = self._computed if computed else self._costs
         return statistics.median(costs) if costs else self._guess
 
-    @property
-    def _share(self) -> float:
-        """Of the last calls, those with a new size."""
-        return min(self._new / self._weight, 1.0) if self._weight else 1.0
-
     def _starts(self, now: float, cost: float, computing: bool) -> bool:
         """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
         launches pay for that soon."""
@@ -261,10 +260,13 @@ class Economy:
 
     def _all(self, computing: bool) -> float:
         """Seconds that it costs to capture all sizes that are to be expected, beside those that are."""
-        if self._again < _REPEATED:
+        # A few calls with sizes that came before may be a program's warm-up: the latest ones count, too.
+        if self._again < _REPEATED or self._latest_few.now > _MANY:
             return float("inf")
-        known = 1.0 - self._share  # of the calls to come: as I. J. Good estimated it for species
-        return max(self._sizes / known - self._made, 0.0) * self._cost(computing) if known else float("inf")
+        known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
+        if known <= 0.0:
+            return float("inf")
+        return max(self._sizes / known - self._made, 0.0) * self._cost(computing)
 
     def _rest(self, wait: float) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid the debts."""
@@ -294,18 +296,40 @@ class Economy:
             return
         if self._latest is not None:
             gap = max(now - self._latest, 0.0) / more
-            usual = statistics.median(self._gaps) if self._gaps else _IDLE_S
-            self._ran += more * min(gap, _IDLE * usual, _IDLE_S)
+            if len(self._gaps) == _SAMPLES:  # between the first ones code is compiled
+                self._ran += more * min(gap, _IDLE * min(self._gaps), _IDLE_S)
             self._gaps.append(gap)
         self._latest, self._calls = now, calls
         launches, self._counted = self._counted, self._launches_so_far()
         self._seen(self._counted - launches)
 
-    def _seen(self, more: int) -> None:
-        """It was seen which sizes so many more calls had; new ones are told by `met` besides."""
-        keep = (1.0 - 1.0 / _WINDOW) ** more
-        self._weight = self._weight * keep + _WINDOW * (1.0 - keep)
-        self._new *= keep
+    def _seen(self, more: int, new: int = 0) -> None:
+        """It was seen which sizes so many more calls had, and how many of them were new."""
+        for share in (self._lately, self._latest_few):
+            share.seen(more, new)
+
+
+class _Share:
+    """Of the calls that were looked at, those with a new size.
+
+    Args:
+        window: calls over which it is averaged.
+    """
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._new = self._weight = 0.0
+
+    def seen(self, more: int, new: int) -> None:
+        """So many more calls, the last ones of them new."""
+        keep = (1.0 - 1.0 / self._window) ** more
+        self._weight = self._weight * keep + self._window * (1.0 - keep)
+        self._new = self._new * keep + new
+
+    @property
+    def now(self) -> float:
+        """1.0 before there was a call."""
+        return min(self._new / self._weight, 1.0) if self._weight else 1.0
 
 
 def not_worth() -> Reason:
