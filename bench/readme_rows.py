@@ -42,7 +42,7 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
         rows,
         key=lambda r: (
             *(configs.index(r["config"]), r["mode"], r["scope"], is_expandable(r)),
-            BACKENDS.index(r["backend"]),
+            schema.CHOICES["backend"].index(r["backend"]),
         ),
     )
 

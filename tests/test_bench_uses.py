@@ -108,6 +108,14 @@ def test_rows_are_written_and_taken_up_again(
     assert "| generate-b8 " in shown
     assert "RuntimeError: boom" in shown
     assert load("readme_uses").uses_table({"rows": []}) == ""
+    data = schema.read(tmp_path / "uses-cpu.json")
+    replayed = [{**row, "backend": "replay"} for row in data["rows"] if row["config"] == "generate-b8"]
+    assert "| replay" in load("readme_uses").uses_table({**data, "rows": [*data["rows"], *replayed]})
+    started.clear()
+    told[told.index("inductor")] = "replay"
+    uses.main([*told[:-1], "--only", "generate", "sleep"])
+    asked = [(s["use"], s["batch"], s["fresh"]) for s in started if s["backend"] == "replay"]
+    assert asked == [("generate", 1, False), ("generate", 8, False)], "its cache stays where it is"
 
 
 def test_a_process_for_each_row(load: Any, tmp_path: Path) -> None:

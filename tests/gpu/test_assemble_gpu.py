@@ -15,6 +15,7 @@ from pgraph.template.template import Slot
 
 cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 assemble = pytest.importorskip("pgraph.drivers.cuda.assemble", reason="needs cuda-bindings")
+drivers = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
 edges = pytest.importorskip("pgraph.drivers.cuda.edges", reason="needs cuda-bindings")
 graphs = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
 nodes_of = pytest.importorskip("pgraph.drivers.cuda.nodes", reason="needs cuda-bindings")
@@ -111,6 +112,7 @@ def test_replicas_when_what_copies_were_anchored_at_is_gone(monkeypatch: pytest.
         return address, None
 
     monkeypatch.setattr(graphs, "ordinary_range", gone_soon)
+    monkeypatch.setattr(drivers.CudaDriver, "mark", lambda _: lambda: True)  # others may keep the device busy
     blocks = [Copying().to(DEVICE) for _ in range(4)]
     compiled = [compile_pgraph(block, codegen="aten", dynamic=False) for block in blocks]
 
