@@ -241,7 +241,7 @@ class Economy:
         if wait <= 0.0 and (saves * max(came, between) >= cost or (trying and saves > 0.0)):
             return True
         if not self._computing_pays():
-            self.rests_until = now + self._rest(wait)
+            self.rests_until = now + self._rest(wait, cost)
         return False
 
     def _cost(self, computed: bool) -> float:
@@ -268,11 +268,13 @@ class Economy:
             return float("inf")
         return max(self._sizes / known - self._made, 0.0) * self._cost(computing)
 
-    def _rest(self, wait: float) -> float:
-        """Seconds for which a no holds: till there is credit, or launches may have paid the debts."""
-        rest = min(wait or REST_S, REST_S)
-        if self._saves and self._gaps:
-            rest = min(rest, self.debt / self._saves * statistics.median(self._gaps))
+    def _rest(self, wait: float, cost: float) -> float:
+        """Seconds for which a no holds: till there is credit, or launches may have paid for a capture."""
+        if wait <= 0.0:
+            return REST_S
+        rest = min(wait, REST_S)
+        if self._saves and self._gaps and self._launches_so_far():
+            rest = min(rest, (self.debt + cost) / self._saves * statistics.median(self._gaps))
         return rest
 
     def _wait(self, now: float, cost: float) -> float:
