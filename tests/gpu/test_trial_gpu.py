@@ -74,4 +74,4 @@ def test_sizes_are_not_captured_where_the_device_sets_the_pace() -> None:
             for n in (2048, 4096):
                 torch.cuda._sleep(20_000_000)
                 compiled(torch.randn(n, 4096, device="cuda"))
-    assert pgraph.report().captures == 1, str(pgraph.report())
+    assert pgraph.report().captures <= 1, str(pgraph.report())
