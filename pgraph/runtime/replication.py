@@ -13,8 +13,8 @@ if all of these hold:
 A size that shares its execs with others gets its own as soon as it was launched a few times, whatever its
 launches found, and leaves the shared ones to the others. Grids differ from size to size, and functions. On an
 H100 it takes 0.5 us to set another grid for a node, and 1 us more at the next launch, which waits for the one
-before if that still runs; another address takes 0.2 us. An exec costs as much as one such launch (1.2 us a
-node), and its memory: that is why a size does not get one with its first launch. There may be hundreds.
+before if that still runs; another address takes 0.2 us. The driver makes an exec in as little time (1.3 us a
+node), but it takes memory: that is why a size does not get one with its first launch. There may be hundreds.
 """
 
 from __future__ import annotations
