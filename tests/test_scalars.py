@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support import same
-from support_constants import DEVICE, PARTITIONS, Compiled, compiled
+from support_constants import DEVICE, PARTITIONS, Compiled, OnCpu, compiled
 from support_rules import CUDA, Bench
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from pgraph.ops.safety import refusal
-from pgraph.rewrites import constants, scalars
+from pgraph.partition.extract import extract
+from pgraph.partition.scan import scan
+from pgraph.rewrites import constants
+from pgraph.rewrites import numbers as numbers_op
 
 aten = torch.ops.aten
 OP = torch.ops.pgraph.numbers_on_device.default
@@ -198,13 +202,13 @@ def test_the_op_copies_values_in_order() -> None:
 
 
 def test_what_was_copied_is_found_by_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalars, "_copied_before", OrderedDict())
-    monkeypatch.setattr(scalars, "_MOST", 2)
+    monkeypatch.setattr(numbers_op, "_copied_before", OrderedDict())
+    monkeypatch.setattr(numbers_op, "_MOST", 2)
     meta = torch.device("meta")  # stands for the device
 
     def copied(*numbers: float) -> Tensor:
         together = torch.tensor(numbers, dtype=torch.float64)
-        return scalars._known(tuple(map(float.hex, numbers)), together, meta)
+        return numbers_op._known(tuple(map(float.hex, numbers)), together, meta)
 
     zeros = copied(0.0, 1.0)
     assert zeros.device == meta
@@ -212,7 +216,7 @@ def test_what_was_copied_is_found_by_its_bits(monkeypatch: pytest.MonkeyPatch) -
     assert copied(-0.0, 1.0) is not zeros
     assert copied(0.0, 1.0) is zeros
     copied(float("nan"), 1.0)
-    assert len(scalars._copied_before) == 2
+    assert len(numbers_op._copied_before) == 2
     assert copied(0.0, 1.0) is zeros, "the one that was used least goes first"
 
 
@@ -226,13 +230,106 @@ def test_a_call_is_given_a_copy_of_what_stays_on_the_device(monkeypatch: pytest.
         return kept.setdefault(key, together)
 
     streams = iter((5, 5, 5, 6))
-    monkeypatch.setattr(scalars, "_known", known)
+    monkeypatch.setattr(numbers_op, "_known", known)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
     zero, minus, one = (torch.tensor(x, dtype=torch.float64) for x in (0.0, -0.0, 1.0))
     for numbers in ([zero, one], [zero, one], [minus, one], [zero, one]):
-        got = scalars._numbers_on_device(numbers, torch.device("cuda", 0))
+        got = numbers_op._numbers_on_device(numbers, torch.device("cuda", 0))
         assert got.tolist() == [0.0, 1.0]
         got.fill_(7)
     assert len(kept) == 3
     assert keys[0] == keys[1] == (0, 5, torch.float64, bytes(8) + b"\0\0\0\0\0\0\xf0\x3f")
+
+
+# -- the short cut --------------------------------------------------------------------------------
+
+
+class Stand(NamedTuple):
+    """The first partition of a graph, whose code only copies; and how often that code ran."""
+
+    cut: numbers_op.ShortCut
+    module: GraphModule
+    ran: list[int]
+
+
+def stand(gm: GraphModule, patch: pytest.MonkeyPatch) -> Stand | None:
+    """With the CPU in the place of the device."""
+    found = scan(gm.graph, lambda node: refusal(node, device_type=DEVICE), min_ops=1)
+    module = extract(gm, found).calls[0].module
+    ran: list[int] = []
+
+    def plain(args: list[Any]) -> tuple[Tensor, ...]:
+        ran.append(len(args))
+        return tuple(OnCpu(copy.deepcopy(module)).run(*args))
+
+    cut = numbers_op.short_cut(module, plain, torch.device("cuda", 0))
+    kept: dict[Any, Tensor] = {}
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(numbers_op, "_place", lambda device: (0, 5))
+    patch.setattr(numbers_op, "_known", lambda key, together, device: kept.setdefault(key, together))
+    return Stand(cut, module, ran) if cut is not None else None
+
+
+def called_with(module: GraphModule, *numbers: float) -> list[Tensor]:
+    metas = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    return [torch.tensor(x, dtype=m.dtype) for x, m in zip(numbers, metas, strict=True)]
+
+
+def test_the_short_cut_gives_what_the_code_gives_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(norms, torch.randn(4, 8), patch=monkeypatch, dynamic=True)
+    assert numbers_op.stay_inside(found.graphs[0])
+    mine = stand(found.graphs[0], monkeypatch)
+    assert mine is not None
+    sets = ((0.0, 1.0, 2.0, 3.0), (-0.0, 1.0, 2.0, 3.0), (0.0, 1.0, 2.0, float("nan")))
+    first = [mine.cut(called_with(mine.module, *numbers)) for numbers in sets]
+    for numbers, got in zip(sets, first, strict=True):
+        want = OnCpu(copy.deepcopy(mine.module)).run(*called_with(mine.module, *numbers))
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            same(a, b)
+        assert mine.cut(called_with(mine.module, *numbers)) is got
+    assert not mine.ran
+    args = called_with(mine.module, *sets[0])
+    mine.cut(args)
+    assert args == []
+
+
+def test_who_looks_at_ops_sees_the_code_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(norms, torch.randn(4, 8), patch=monkeypatch, dynamic=True)
+    mine = stand(found.graphs[0], monkeypatch)
+    assert mine is not None
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        mine.cut(called_with(mine.module, 0.0, 1.0, 2.0, 3.0))
+    assert mine.ran == [4]
+
+
+def test_numbers_that_change_at_each_call_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(norms, torch.randn(4, 8), patch=monkeypatch, dynamic=True)
+    mine = stand(found.graphs[0], monkeypatch)
+    assert mine is not None
+    for k in range(100):
+        mine.cut(called_with(mine.module, 0.0, 1.0, 2.0, float(k)))
+    assert len(mine.cut._found) <= numbers_op._KEPT
+
+
+def test_what_a_graph_returns_is_no_short_cut_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its receiver may write there."""
+    bench = Bench()
+    x, a = bench.tensor(4), bench.tensor(device="cpu", dtype=torch.float32)
+    whole = bench.call(numbers_op.COPY, [a], torch.device(CUDA))
+    one = bench.call(aten.select.int, whole, 0, 0)
+    product = bench.call(aten.mul.Tensor, x, one)
+    assert numbers_op.stay_inside(GraphModule({}, returning(bench.graph, product)))
+    assert not numbers_op.stay_inside(GraphModule({}, returning(bench.graph, one)))
+    alias = bench.call(aten.view.default, one, [1])
+    assert not numbers_op.stay_inside(GraphModule({}, returning(bench.graph, product, alias)))
+
+
+def returning(graph: Graph, *results: Node) -> Graph:
+    made = copy.deepcopy(graph)
+    twins = {n.name: n for n in made.nodes}
+    for old in graph.nodes:
+        twins[old.name].meta = old.meta
+    made.output(tuple(twins[n.name] for n in results))
+    return made

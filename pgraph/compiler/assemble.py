@@ -20,6 +20,7 @@ from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
 from pgraph.partition.extract import SplitPlan, twin
 from pgraph.partition.facts import PartitionFacts
+from pgraph.rewrites.numbers import short_cut, stay_inside
 from pgraph.runtime.graph_runner import GraphRunner
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
@@ -89,6 +90,7 @@ def assemble(
     runners: list[Runner] = []
     sources: list[SplitSource | None] = []
     first = 0
+    numbers_stay = stay_inside(gm)
     with borders.reported():
         for call, partition, mine in zip(split.calls, facts, _memory_of(split, memory), strict=True):
             source = None
@@ -97,6 +99,8 @@ def assemble(
                 # A twin, since a compiler changes the module.
                 source = SplitSource(twin(call.module), given, mine, first, compat.tracing(given))
             code = borders.compile(call, context.compile_partition, mine)
+            if numbers_stay and not partition.safe and context.driver is not None:
+                code = short_cut(call.module, code, context.driver.device) or code
             runners.append(_runner(context, call.module, code, partition, mine))
             sources.append(source)
             first += partition.device_ops

@@ -8,8 +8,8 @@ copies all of them at once and is never captured, and the ops take them from the
 in place of a break at each op.
 
 A copy from the host takes some 80 us (H200), and most numbers never change. So what was copied stays on the
-device, for each stream; as long as the numbers are the same, to the last bit, the graph is given a copy of
-that. It may write there: generated code reuses memory that it has made.
+device, for each stream; as long as the numbers are the same, to the last bit, the graph is given that, or a
+copy of it (`pgraph.rewrites.numbers`).
 
 Conversions that every device does alike follow on the device. Other arithmetic of such scalars stays on the
 CPU, and goes before the copy.
@@ -21,11 +21,8 @@ the same way, ATen's multiplies by the reciprocal of one on the CPU (Note [CPU s
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -35,9 +32,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from pgraph import compat
-from pgraph.ops import op_names
 from pgraph.ops.fx import op_name, output_values
 from pgraph.rewrites.moving import is_on, meta_of
+from pgraph.rewrites.numbers import COPY
 from pgraph.rewrites.operands import COPIES, PLAIN_TYPES, is_copied, is_pure, replaced
 
 __all__ = ["take_along"]
@@ -66,48 +63,6 @@ _ALIKE: Final = frozenset(
         "aten::sub",
     }
 )
-
-_library = torch.library.Library("pgraph", "FRAGMENT")  # kept: its ops go when it goes
-_library.define("numbers_on_device(Tensor[] numbers, Device device) -> Tensor")
-
-
-_MOST: Final = 64
-_copied_before: OrderedDict[Hashable, Tensor] = OrderedDict()
-_lock = threading.Lock()
-
-
-def _numbers_on_device(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    together = torch.stack(tuple(numbers))
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return together.to(device, non_blocking=True)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    content = ctypes.string_at(together.data_ptr(), together.nbytes)
-    return _known((index, stream, together.dtype, content), together, device).clone()
-
-
-def _known(key: Hashable, together: Tensor, device: torch.device) -> Tensor:
-    """Numbers on the device: those that were copied before, if there are such with this key."""
-    with _lock:
-        found = _copied_before.get(key)
-        if found is not None:
-            _copied_before.move_to_end(key)
-            return found
-    # From pageable memory: CUDA has read it when the call returns, and does not wait for the device.
-    found = together.to(device, non_blocking=True)
-    with _lock:
-        _copied_before[key] = found
-        while len(_copied_before) > _MOST:
-            _copied_before.popitem(last=False)
-    return found
-
-
-def _fake(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    return numbers[0].new_empty((len(numbers),), device=device)
-
-
-_library.impl("numbers_on_device", _numbers_on_device, "CompositeExplicitAutograd")
-torch.library.register_fake(op_names.NUMBERS_OP, _fake, lib=_library)
 
 
 def take_along(gm: GraphModule, device: torch.device, *, by_inductor: bool) -> int:
@@ -209,7 +164,7 @@ def _copied(
     for root in roots:
         kinds.setdefault(root.meta["val"].dtype, []).append(root)
     for same in kinds.values():
-        whole = _call(graph, start, same[0], torch.ops.pgraph.numbers_on_device.default, (same, device))
+        whole = _call(graph, start, same[0], COPY, (same, device))
         for position, root in enumerate(same):
             made[root] = _call(graph, start, root, _aten.select.int, (whole, 0, position))
     return made

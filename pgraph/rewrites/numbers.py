@@ -1,0 +1,200 @@
+"""The copy that Note [Numbers of the call] in `pgraph.rewrites.scalars` speaks of: an op, and a short cut.
+
+The op is what generated code calls. It stacks the numbers, and gives a copy of its own: generated code may
+write there. Most graphs only hand what was copied to their partitions, which read it. There the short cut
+serves: the numbers are told by their bits, and what was copied before is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pgraph import compat
+from pgraph.ops import op_names
+
+__all__ = ["COPY", "ShortCut", "short_cut", "stay_inside"]
+
+_library = torch.library.Library("pgraph", "FRAGMENT")  # kept: its ops go when it goes
+_library.define("numbers_on_device(Tensor[] numbers, Device device) -> Tensor")
+
+_MOST: Final = 64
+_copied_before: OrderedDict[Hashable, Tensor] = OrderedDict()
+_lock = threading.Lock()
+
+_PACKED: Final = {torch.float64: "d", torch.float32: "f", torch.int64: "q", torch.int32: "i"}
+"""How the bytes of a Python number are those of a tensor of this type."""
+
+_KEPT: Final = 16
+"""Calls whose results one short cut remembers: a few streams, or numbers that take turns."""
+
+
+def _numbers_on_device(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    together = torch.stack(tuple(numbers))
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return together.to(device, non_blocking=True)
+    content = ctypes.string_at(together.data_ptr(), together.nbytes)
+    return _known((*_place(device), together.dtype, content), together, device).clone()
+
+
+def _place(device: torch.device) -> tuple[int, int]:
+    """A CUDA device's index and its current stream."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index)
+
+
+def _known(key: Hashable, together: Tensor, device: torch.device) -> Tensor:
+    """Numbers on the device: those that were copied before, if there are such with this key."""
+    with _lock:
+        found = _copied_before.get(key)
+        if found is not None:
+            _copied_before.move_to_end(key)
+            return found
+    # From pageable memory: CUDA has read it when the call returns, and does not wait for the device.
+    found = together.to(device, non_blocking=True)
+    with _lock:
+        _copied_before[key] = found
+        while len(_copied_before) > _MOST:
+            _copied_before.popitem(last=False)
+    return found
+
+
+def _fake(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    return numbers[0].new_empty((len(numbers),), device=device)
+
+
+_library.impl("numbers_on_device", _numbers_on_device, "CompositeExplicitAutograd")
+torch.library.register_fake(op_names.NUMBERS_OP, _fake, lib=_library)
+
+COPY: Final = torch.ops.pgraph.numbers_on_device.default
+"""Numbers on the CPU, all of one type, in a tensor on a device."""
+
+_select: Final = torch.ops.aten.select.int
+
+
+def _copies_in(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "call_function" and node.target is COPY]
+
+
+def stay_inside(gm: GraphModule) -> bool:
+    """Whether nothing that a graph returns lies in the memory of a copy: then nobody writes there. Results
+    may be written by the program, and what is saved for a backward by its generated code.
+    """
+    copies = _copies_in(gm)
+    memory = {_storage(node) for node in copies} - {None}
+    results: Any = gm.graph.output_node().args[0]
+    return all(
+        node not in copies and not _is_number_of(node, copies) and _storage(node) not in memory
+        for node in (results if isinstance(results, Iterable) else [results])
+        if isinstance(node, Node)
+    )
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+class ShortCut:
+    """Callable in the place of the code of a partition that copies numbers and does nothing else.
+
+    Args:
+        plain: that code; takes one list and empties it. It runs where others are to see each op.
+        device: where the numbers go.
+        copies: for each copy the positions of its numbers among the arguments, and their type.
+        results: for each result the copy that it is of, and which number it is; None for all of them.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[[list[Any]], Any],
+        device: torch.device,
+        copies: Sequence[tuple[Sequence[int], torch.dtype]],
+        results: Sequence[tuple[int, int | None]],
+    ) -> None:
+        self._plain, self._device, self._copies, self._results = plain, device, tuple(copies), tuple(results)
+        self._order = [position for positions, _ in copies for position in positions]
+        self._pack = struct.Struct("=" + "".join(_PACKED[dtype] * len(ps) for ps, dtype in copies)).pack
+        self._found: dict[Hashable, tuple[Tensor, ...]] = {}
+
+    def __call__(self, args: list[Any]) -> tuple[Tensor, ...]:
+        if compat.intercepted() or torch.cuda.is_current_stream_capturing():
+            made: tuple[Tensor, ...] = self._plain(args)
+            return made
+        content = self._pack(*[args[position].item() for position in self._order])
+        key = (*_place(self._device), content)
+        found = self._found.get(key)
+        if found is None:
+            found = self._copied(args)
+            if len(self._found) >= _KEPT:
+                self._found = {}  # a new one: another thread may be reading
+            self._found[key] = found
+        args.clear()
+        return found
+
+    def _copied(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        wholes = []
+        for positions, dtype in self._copies:
+            together = torch.stack([args[position] for position in positions])
+            content = ctypes.string_at(together.data_ptr(), together.nbytes)
+            wholes.append(_known((*_place(self._device), dtype, content), together, self._device))
+        return tuple(wholes[copy] if at is None else wholes[copy][at] for copy, at in self._results)
+
+
+def short_cut(
+    module: GraphModule, plain: Callable[[list[Any]], Any], device: torch.device
+) -> ShortCut | None:
+    """What may run in the place of a partition's code, where nobody writes to its results; None if the
+    partition does more than to copy numbers to a CUDA device.
+
+    Args:
+        module: the partition.
+        plain: its code.
+        device: of the graph.
+    """
+    copies = _copies_in(module)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    results: Any = module.graph.output_node().args[0]
+    if device.type != "cuda" or not copies or not isinstance(results, Iterable):
+        return None
+    known = {*inputs, *copies, module.graph.output_node()}
+    if any(node not in known and not _is_number_of(node, copies) for node in module.graph.nodes):
+        return None
+    taken: list[Any] = [node.args[0] for node in copies]
+    numbers = [[inputs.index(n) if n in inputs else -1 for n in mine] for mine in taken]
+    types = [node.meta["val"].dtype for node in copies]
+    if any(-1 in positions for positions in numbers) or not set(types) <= set(_PACKED):
+        return None
+    told = [_told(node, copies) for node in results]
+    if None in told:
+        return None
+    return ShortCut(plain, device, list(zip(numbers, types, strict=True)), [t for t in told if t is not None])
+
+
+def _is_number_of(node: Node, copies: Sequence[Node]) -> bool:
+    if node.op != "call_function" or node.target is not _select:
+        return False
+    whole, dim, _ = node.args
+    return any(whole is copy for copy in copies) and isinstance(dim, int) and dim == 0
+
+
+def _told(result: Any, copies: Sequence[Node]) -> tuple[int, int | None] | None:
+    if not isinstance(result, Node):
+        return None
+    if result in copies:
+        return copies.index(result), None
+    if _is_number_of(result, copies):
+        whole, _, at = result.args
+        return next(i for i, copy in enumerate(copies) if copy is whole), operator.index(at)  # type: ignore[arg-type]
+    return None
