@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import same
+from support import host, same
 from support_constants import DEVICE, PARTITIONS, Compiled, OnCpu, compiled
 from support_rules import CUDA, Bench
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from pgraph.compiler import assemble
 from pgraph.ops.safety import refusal
 from pgraph.partition.extract import extract
 from pgraph.partition.scan import scan
@@ -311,6 +312,51 @@ def test_numbers_that_change_at_each_call_are_not_all_kept(monkeypatch: pytest.M
     for k in range(100):
         mine.cut(called_with(mine.module, 0.0, 1.0, 2.0, float(k)))
     assert len(mine.cut._found) <= numbers_op._KEPT
+
+
+def test_copies_of_two_types_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, a: Tensor, b: Tensor, n: Tensor) -> Tensor:
+        return torch.where(x > a, x * b, x) + torch.arange(7, device=x.device) * n
+
+    numbers = [torch.tensor(0.5), torch.tensor(2.0), torch.tensor(3)]
+    found = compiled(fn, torch.randn(7), *numbers, patch=monkeypatch)
+    mine = stand(found.graphs[0], monkeypatch)
+    assert mine is not None
+    for given_numbers in (numbers, [numbers[1], numbers[0], numbers[2]]):
+        got, want = mine.cut(list(given_numbers)), OnCpu(copy.deepcopy(mine.module)).run(*given_numbers)
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            same(a, b)
+
+
+def test_code_that_computes_before_it_copies_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        y = x + 1
+        return y.sin() * (s * 3 + s.exp())
+
+    found = compiled(fn, torch.randn(7), torch.tensor(0.1), patch=monkeypatch)
+    assert stand(found.graphs[0], monkeypatch) is None
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_it_runs_in_the_place_of_the_code_where_numbers_stay(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def cut(module: GraphModule, plain: Any, device: torch.device) -> Any:
+        def run(args: list[Any]) -> Any:
+            ran.append(len(args))
+            return plain(args)
+
+        return run
+
+    monkeypatch.setattr(assemble, "short_cut", cut)
+    monkeypatch.setattr(assemble, "stay_inside", lambda gm: inside)
+    fn = host(lambda x: (x.sin() + torch.rand_like(x).floor()).cos(), min_ops=1)  # no capture draws
+    x = torch.randn(8)
+    same(fn(x), x.sin().cos())
+    assert bool(ran) is inside
 
 
 def test_what_a_graph_returns_is_no_short_cut_of(monkeypatch: pytest.MonkeyPatch) -> None:

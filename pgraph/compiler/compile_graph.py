@@ -25,7 +25,7 @@ from pgraph.compiler.context import Context, Memory
 from pgraph.compiler.resplit import Splitter
 from pgraph.drivers import choice
 from pgraph.launch.allocations import may_share, small_of
-from pgraph.ops.fx import is_neutral
+from pgraph.ops.fx import is_neutral, storage_of
 from pgraph.ops.safety import refusal
 from pgraph.partition.extract import extract
 from pgraph.partition.facts import PartitionFacts, graph_facts, partition_facts
@@ -127,9 +127,10 @@ def _returns_what_was_saved(gm: GraphModule) -> bool:
     """Whether a backward hands something on that its forward saved, or a view of it."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     gradients = compat.tangents(gm)
-    saved = {_storage(node) for i, node in enumerate(placeholders) if i not in gradients} - {None}
+    saved = {storage_of(node) for i, node in enumerate(placeholders) if i not in gradients} - {None}
+    results = [value for value in _results(gm) if isinstance(value, Node)]
     # What a sparse gradient consists of may have been saved.
-    return any(_is_sparse(value) or _storage(value) in saved for value in _results(gm))
+    return any(_is_sparse(value) or storage_of(value) in saved for value in results)
 
 
 def _deaths(gm: GraphModule) -> dict[str, int]:
@@ -142,14 +143,6 @@ def _deaths(gm: GraphModule) -> dict[str, int]:
 def _is_sparse(value: Any) -> bool:
     example = _example(value)
     return isinstance(example, torch.Tensor) and example.layout != torch.strided
-
-
-def _storage(value: Any) -> int | None:
-    """What stands for the storage of a traced tensor; None if it has none, or no single one."""
-    example = _example(value)
-    if not isinstance(example, torch.Tensor) or _is_sparse(value):
-        return None
-    return example.untyped_storage()._cdata
 
 
 def _results(gm: GraphModule) -> list[Any]:

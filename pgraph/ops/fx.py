@@ -224,6 +224,14 @@ def touched_values(node: Node) -> Iterator[tuple[Node, Any]]:
     yield from input_values(node)
 
 
+def storage_of(node: Node) -> int | None:
+    """What stands for the storage of a traced tensor; None if it has none, or no single one."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
 def symbols(value: Any) -> set[Any]:
     """The free symbols of one flat value's sizes, strides, offset, or of a symbolic number."""
     if isinstance(value, _SYMBOLIC) or _is_plain(value):

@@ -8,11 +8,10 @@ serves: the numbers are told by their bits, and what was copied before is handed
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from pgraph import compat
 from pgraph.ops import op_names
+from pgraph.ops.fx import storage_of
 
 __all__ = ["COPY", "ShortCut", "short_cut", "stay_inside"]
 
@@ -39,11 +39,16 @@ _KEPT: Final = 16
 
 
 def _numbers_on_device(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    together = torch.stack(tuple(numbers))
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return together.to(device, non_blocking=True)
+        return torch.stack(tuple(numbers)).to(device, non_blocking=True)
+    return _copied(numbers, device).clone()
+
+
+def _copied(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Numbers on a CUDA device, which nobody may write to."""
+    together = torch.stack(tuple(numbers))
     content = ctypes.string_at(together.data_ptr(), together.nbytes)
-    return _known((*_place(device), together.dtype, content), together, device).clone()
+    return _known((*_place(device), together.dtype, content), together, device)
 
 
 def _place(device: torch.device) -> tuple[int, int]:
@@ -78,7 +83,7 @@ torch.library.register_fake(op_names.NUMBERS_OP, _fake, lib=_library)
 COPY: Final = torch.ops.pgraph.numbers_on_device.default
 """Numbers on the CPU, all of one type, in a tensor on a device."""
 
-_select: Final = torch.ops.aten.select.int
+_SELECT: Final = torch.ops.aten.select.int
 
 
 def _copies_in(gm: GraphModule) -> list[Node]:
@@ -90,20 +95,9 @@ def stay_inside(gm: GraphModule) -> bool:
     may be written by the program, and what is saved for a backward by its generated code.
     """
     copies = _copies_in(gm)
-    memory = {_storage(node) for node in copies} - {None}
-    results: Any = gm.graph.output_node().args[0]
-    return all(
-        node not in copies and not _is_number_of(node, copies) and _storage(node) not in memory
-        for node in (results if isinstance(results, Iterable) else [results])
-        if isinstance(node, Node)
-    )
-
-
-def _storage(node: Node) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata
+    memory = {storage_of(node) for node in copies}
+    results = gm.graph.output_node().all_input_nodes if copies else ()
+    return all(_told(node, copies) is None and storage_of(node) not in memory for node in results)
 
 
 class ShortCut:
@@ -136,19 +130,15 @@ class ShortCut:
         key = (*_place(self._device), content)
         found = self._found.get(key)
         if found is None:
-            found = self._copied(args)
+            found = self._results_of(args)
             if len(self._found) >= _KEPT:
                 self._found = {}  # a new one: another thread may be reading
             self._found[key] = found
         args.clear()
         return found
 
-    def _copied(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        wholes = []
-        for positions, dtype in self._copies:
-            together = torch.stack([args[position] for position in positions])
-            content = ctypes.string_at(together.data_ptr(), together.nbytes)
-            wholes.append(_known((*_place(self._device), dtype, content), together, self._device))
+    def _results_of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        wholes = [_copied([args[p] for p in positions], self._device) for positions, _ in self._copies]
         return tuple(wholes[copy] if at is None else wholes[copy][at] for copy, at in self._results)
 
 
@@ -165,36 +155,30 @@ def short_cut(
     """
     copies = _copies_in(module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    results: Any = module.graph.output_node().args[0]
-    if device.type != "cuda" or not copies or not isinstance(results, Iterable):
+    end = module.graph.output_node()
+    if device.type != "cuda" or not copies:
         return None
-    known = {*inputs, *copies, module.graph.output_node()}
-    if any(node not in known and not _is_number_of(node, copies) for node in module.graph.nodes):
+    known = {*inputs, end}
+    if any(node not in known and _told(node, copies) is None for node in module.graph.nodes):
         return None
     taken: list[Any] = [node.args[0] for node in copies]
     numbers = [[inputs.index(n) if n in inputs else -1 for n in mine] for mine in taken]
     types = [node.meta["val"].dtype for node in copies]
     if any(-1 in positions for positions in numbers) or not set(types) <= set(_PACKED):
         return None
+    results: Any = end.args[0]
     told = [_told(node, copies) for node in results]
-    if None in told:
+    found = [t for t in told if t is not None]
+    return ShortCut(plain, device, list(zip(numbers, types, strict=True)), found) if found == told else None
+
+
+def _told(node: Any, copies: Sequence[Node]) -> tuple[int, int | None] | None:
+    """Which copy a node is, or is a number of, and which one; None if it is neither."""
+    if node in copies:
+        return copies.index(node), None
+    if not isinstance(node, Node) or node.op != "call_function" or node.target is not _SELECT:
         return None
-    return ShortCut(plain, device, list(zip(numbers, types, strict=True)), [t for t in told if t is not None])
-
-
-def _is_number_of(node: Node, copies: Sequence[Node]) -> bool:
-    if node.op != "call_function" or node.target is not _select:
-        return False
-    whole, dim, _ = node.args
-    return any(whole is copy for copy in copies) and isinstance(dim, int) and dim == 0
-
-
-def _told(result: Any, copies: Sequence[Node]) -> tuple[int, int | None] | None:
-    if not isinstance(result, Node):
+    whole, dim, at = node.args
+    if whole not in copies or dim != 0 or not isinstance(at, int):
         return None
-    if result in copies:
-        return copies.index(result), None
-    if _is_number_of(result, copies):
-        whole, _, at = result.args
-        return next(i for i, copy in enumerate(copies) if copy is whole), operator.index(at)  # type: ignore[arg-type]
-    return None
+    return copies.index(whole), at
