@@ -5,6 +5,8 @@ Not a program: `readme.py` imports it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import schema
 from readme_rows import File, Row, together
 from readme_tables import caption, cell, commit, figure
@@ -78,8 +80,11 @@ def times(rows: list[Row]) -> str:
 def against(row: Row, rows: list[Row]) -> tuple[str, str]:
     """(the largest total over Inductor's at the same mark, and where; whether it is within the bound).
 
-    Only totals of one run are compared.
+    Only totals of one run are compared; where Inductor ran beside a backend, those of that run.
     """
+    beside = row.get("beside_ms")
+    if beside and row["status"] == "ok":
+        return within(row["totals_ms"], beside, row["marks"])
     for other in rows:
         if other["backend"] != "inductor" or other is row or not together(row, other):
             continue
@@ -88,10 +93,14 @@ def against(row: Row, rows: list[Row]) -> tuple[str, str]:
         if not well or row.get("marks") != other.get("marks"):
             continue
         if mine and theirs:
-            pairs = zip(mine, theirs, row["marks"], strict=True)
-            ratio, mark = max((a / b, mark) for a, b, mark in pairs)
-            return f"{ratio:.3f} after {mark:,d}", "yes" if ratio <= BOUND else "no"
+            return within(mine, theirs, row["marks"])
     return "-", "-"
+
+
+def within(mine: Sequence[float], theirs: Sequence[float], marks: Sequence[int]) -> tuple[str, str]:
+    """What `against` says, of two lists of totals."""
+    ratio, mark = max((a / b, mark) for a, b, mark in zip(mine, theirs, marks, strict=True))
+    return f"{ratio:.3f} after {mark:,d}", "yes" if ratio <= BOUND else "no"
 
 
 def memory(rows: list[Row]) -> str:

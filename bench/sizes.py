@@ -11,6 +11,7 @@ backend, each in a process of its own:
   the calls, `early_ms` the total of the first half.
 * ``lengths``: training on lengths of 16 to 256, without cuDNN's attention, which plans anew for each length;
   ``lengths-flash``: with it. `totals_ms` after every 100 steps (`marks`).
+* ``lengths-beside``: as `lengths`, and Inductor's code in turns with it in one process (`beside_ms`).
 * ``lengths-seen``: training on 16 lengths, all of them warm.
 * ``turns``: inference, 16 lengths in turn. Beside the backends: ``replay``, a `torch.cuda.CUDAGraph` for each
   length, its input copied in; ``pgraph-static``, pgraph with ``dynamic=False`` for each length.
@@ -42,7 +43,7 @@ from workers import start_worker
 
 PROGRAM = Path(__file__).resolve().with_name("sizes_worker.py")
 CONFIGS = (
-    *("serving", "lengths", "lengths-flash", "lengths-seen", "turns"),
+    *("serving", "lengths", "lengths-flash", "lengths-beside", "lengths-seen", "turns"),
     *("generate-static", "generate-dynamic", "memory"),
 )
 BACKENDS = {"cuda": ("inductor", "reduce-overhead", "pgraph"), "cpu": ("aot_eager", "pgraph")}
@@ -63,6 +64,8 @@ def specs(args: argparse.Namespace) -> Iterator[Spec]:
     told = {key: getattr(args, key) for key in ("size", "device", "driver", "codegen", "steps", "calls")}
     for config in args.only:
         backends = args.backends or BACKENDS[args.device]
+        if config == "lengths-beside" and not args.backends:
+            backends = ("pgraph",)
         if config == "turns" and not args.backends:
             backends = (*backends, *STATIC[args.device])
         for backend in backends:
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         if one is None or (one["status"].startswith("timeout") and left < args.timeout):
             print("out of time: run it again with --resume")
             return path
-        hidden = (*schema.IDENTITY, "marks", "totals_ms", "asked", "summary")
+        hidden = (*schema.IDENTITY, "marks", "totals_ms", "beside_ms", "asked", "summary")
         shown = {k: v for k, v in one.items() if v is not None and k not in hidden}
         print(f"{spec.config} {spec.backend}: {shown}", flush=True)
         schema.write(path, [one], header)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,16 @@ class Tokens:
         """(batch, length) of them for the call with this number; those after `shift` more tokens."""
         at = number * STRIDE % (COLUMNS - length - shift) + shift
         return self._all[:batch, at : at + length].clone()
+
+
+def apart(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The same function with code of its own, so that Dynamo keeps what it compiles apart."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    code = call.__code__.replace(co_name=f"call_{number}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
 def compiled(place: Place, sizes: Sequence[int], call: Callable[[int], Any]) -> Figures:

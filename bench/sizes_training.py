@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from backends import reset_compiled
 from sizes_place import Figures, Place, on_host
-from sizes_run import Tokens, compiled, draw, llama, result, run, some, spaced
+from sizes_run import Run, Tokens, apart, compiled, draw, llama, result, run, some, spaced
 from torch import Tensor
+
+PIECE = 10  # steps of each backend in turn, where two run beside one another
 
 
 class Training:
@@ -16,16 +19,17 @@ class Training:
 
     Args:
         lengths: of the steps.
+        number: of this training in its process.
     """
 
-    def __init__(self, place: Place, lengths: Sequence[int]) -> None:
+    def __init__(self, place: Place, lengths: Sequence[int], number: int = 0) -> None:
         self.place, self.lengths, self.model = place, lengths, llama(place)
         self.tokens = Tokens(place, place.size.batch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=place.on_gpu)
         arguments = place.arguments()
         self.call: Callable[..., Tensor] = self.model.forward
         if arguments is not None:
-            self.call = torch.compile(self.model.forward, **arguments)
+            self.call = torch.compile(apart(self.model.forward, number), **arguments)
         self.loss: Tensor | None = None
         self._weights: dict[int, list[Tensor]] = {}
         self._given: dict[int, list[Tensor]] = {}
@@ -121,6 +125,47 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
     )
     found = result(place, timed, 0, warm)
     training.compare()
+    return found
+
+
+def lengths_beside(place: Place) -> Figures:
+    """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
+
+    Hosts differ from one minute to the next by more than the two do, and so do processes.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    size = place.size
+    count = place.spec.steps or size.steps
+    lengths = draw(place.spec.seed, *size.lengths, count)
+    low, high = size.lengths
+    other = Place(dataclasses.replace(place.spec, backend="inductor" if place.on_gpu else "aot_eager"))
+    both = Training(other, lengths, 1), Training(place, lengths)
+    for each in both:
+        first = [high, low, high - 1, high - 2, high - 4]
+        warm = compiled(each.place, first, lambda length, each=each: each.on(0, length))
+    theirs, mine = both
+    checked, mark = some(count, size.checked), min(size.mark, count)
+    marks = [*range(mark, count, mark), count]
+    totals: dict[Training, list[float]] = {each: [0.0] for each in both}
+    parts: list[tuple[int, float]] = []
+    for turn, at in enumerate(range(0, count, PIECE)):
+        end = min(at + PIECE, count)
+        for each in both if turn % 2 else both[::-1]:
+            timed = run(
+                place,
+                end - at,
+                lambda number, each=each, at=at: each.step(at + number),
+                mark=PIECE,
+                checked=[number - at for number in checked if at <= number < end and each is mine],
+                before=lambda number, at=at: mine.before(at + number),
+                after=lambda number, at=at: mine.after(at + number),
+            )
+            totals[each].append(totals[each][-1] + timed.totals_ms[-1])
+            if each is mine:
+                parts += timed.parts
+    at_marks = {each: [sums[-(-end // PIECE)] for end in marks] for each, sums in totals.items()}
+    found = result(place, Run(parts, marks, at_marks[mine]), 0, warm) | {"beside_ms": at_marks[theirs]}
+    mine.compare()
     return found
 
 

@@ -11,9 +11,7 @@ import ctypes
 import gc
 import json
 import sys
-import types
 from collections.abc import Callable
-from typing import Any
 
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import sizes_generate
@@ -22,8 +20,8 @@ import worker
 from backends import reset_compiled
 from claims import device_bytes, resident_bytes
 from sizes_place import Figures, Place, Spec, on_host
-from sizes_run import Call, Tokens, compiled, draw, ended, expected, llama, result, run, some, spaced
-from sizes_training import lengths_of, lengths_seen
+from sizes_run import Call, Tokens, apart, compiled, draw, ended, expected, llama, result, run, some, spaced
+from sizes_training import lengths_beside, lengths_of, lengths_seen
 from torch import Tensor
 
 MB = worker.MB
@@ -69,16 +67,6 @@ def serving(place: Place) -> Figures:
         theirs = right(tokens(number, batches[number], size.tokens))
         place.all_near(f"call {number + 1}, batch {batches[number]}", [mine], [theirs])
     return found
-
-
-def apart(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """The same function with code of its own, so that Dynamo keeps what it compiles apart."""
-
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    code = call.__code__.replace(co_name=f"call_{number}")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
 def replayed(place: Place, call: Call, tokens: Tensor) -> Call:
@@ -235,6 +223,7 @@ MEASURES: dict[str, Callable[[Place], Figures]] = {
     "serving": serving,
     "lengths": lambda place: lengths_of(place, cudnn=False),
     "lengths-flash": lambda place: lengths_of(place, cudnn=True),
+    "lengths-beside": lengths_beside,
     "lengths-seen": lengths_seen,
     "turns": turns,
     "generate-static": sizes_generate.static,

@@ -66,6 +66,21 @@ def test_training_on_random_lengths(load: Any) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+def test_training_beside_the_reference(load: Any) -> None:
+    load("sizes_training").PIECE = 2
+    found = measured(load, "lengths-beside", steps=9)
+    adds_up(found)
+    assert found["marks"] == [5, 9]
+    assert len(found["beside_ms"]) == 2
+    assert 0 < found["beside_ms"][0] < found["beside_ms"][1]
+    assert found["compared"] == 3 * 13
+    assert found["captures"] > 2
+    against = load("readme_sizes").against
+    row = table_row(load, "pgraph", totals_ms=[1030.0, 1900.0], beside_ms=[1000.0, 2000.0])
+    assert against(row, [row]) == ("1.030 after 100", "no")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 def test_lengths_that_were_seen(load: Any) -> None:
     found = measured(load, "lengths-seen")
     adds_up(found)

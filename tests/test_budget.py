@@ -58,7 +58,7 @@ KEPT = HostSession._kept
 
 def total(which: int = 0) -> int:
     gc.collect(0)
-    return cache._budgets[torch.device("cpu")][which].total()
+    return holdings._budgets[torch.device("cpu")][which].total()
 
 
 def kept(number: int = 0) -> list[int]:

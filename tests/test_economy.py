@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,13 @@ from test_trial import Tried
 
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import Passed
-from pgraph.runtime import registry
+from pgraph.errors import MatchError
+from pgraph.reasons import Reason
+from pgraph.runtime import admission, cache, registry
 from pgraph.runtime.economy import CREDIT, REST_S, START_S, Economy, Purse
+from pgraph.runtime.glimpses import Glimpse, Glimpses
+from pgraph.runtime.met import Met
+from pgraph.runtime.sizes import Dimension, Sizes
 
 
 class Program:
@@ -42,9 +49,31 @@ class Program:
         self.set_up = set_up
         self.economy = Economy(lambda: self.launches, purse or Purse(0.0), ops)
         self.now = self.spent = 0.0
-        self.calls = self.launches = self.looks = 0
+        self.calls = self.launches = self.looks = self.glimpses = 0
         self.runs: dict[int, int] = {}
+        self.glimpsed: dict[int, int] = {}
         self.captured: set[int] = set()
+
+    @property
+    def computes(self) -> bool:
+        return self.computing is not None and len(self.captured) >= 3
+
+    def glimpse(self, size: int) -> bool:
+        """Whether that is all, as `pgraph.runtime.glimpses` has it."""
+        new = size not in self.runs and size not in self.glimpsed
+        learning = self.computing is not None and not self.computes
+        known = bool(self.runs) and size not in self.captured
+        if not known or not self.economy.unaffordable(self.calls, self.now, new, self.computes, learning):
+            return False
+        self.glimpses += 1
+        if new:
+            self.economy.met(self.calls, self.now)
+        self.glimpsed[size] = self.glimpsed.get(size, 0) + 1
+        seconds = self.own + (self.set_up if new else 0.0)
+        self.now += seconds
+        self.economy.ran(seconds, first=new)
+        self.calls += 1
+        return True
 
     def call(self, size: int) -> None:
         if size not in self.captured and self.now < self.economy.rests_until:
@@ -52,17 +81,20 @@ class Program:
             self.runs.setdefault(size, 1)
             self.calls += 1
             return
+        if self.glimpse(size):
+            return
         self.looks += size not in self.captured
         new = size not in self.runs
         if new:
-            self.runs[size] = 0
-            self.economy.met(self.calls, self.now)
-        computes = self.computing is not None and len(self.captured) >= 3
-        due = size not in self.captured and (computes or not new)
+            self.runs[size] = int(size in self.glimpsed)
+            if size not in self.glimpsed:
+                self.economy.met(self.calls, self.now)
+        computes = self.computes
+        due = size not in self.captured and (computes or self.runs[size] > 0)
         if due and (
-            len(self.runs) == 1
+            len(self.runs.keys() | self.glimpsed.keys()) == 1
             or self.economy.pays(
-                self.runs[size],
+                self.runs[size] + self.glimpsed.get(size, 0),
                 self.calls,
                 self.now,
                 computes,
@@ -70,7 +102,7 @@ class Program:
             )
         ):
             cost = self.computing if computes and self.computing is not None else self.cost
-            cost += self.set_up if new else 0.0
+            cost += self.set_up if new and size not in self.glimpsed else 0.0
             self.captured.add(size)
             self.now += cost
             self.spent += cost
@@ -148,7 +180,7 @@ def test_what_a_first_run_sets_up_too_costs_nothing(
     program = Program(own, min(own, launch), cost, computing, set_up=set_up)
     for size in [0, 0, 1, 1, 2, 2, 3, 3, *sizes]:
         program.call(size)
-        alone = program.calls * own + len(program.runs) * set_up
+        alone = program.calls * own + len(program.runs.keys() | program.glimpsed.keys()) * set_up
         assert program.now <= alone + cost + 2 * computing + CREDIT * program.now + 1e-9
 
 
@@ -355,7 +387,7 @@ def test_nor_where_a_size_is_not_worth_it() -> None:
 
 def test_a_size_that_pays_is_captured_after_a_rest() -> None:
     program = Program(own=1e-3, launch=2e-4, cost=0.03)
-    program.calls_of([1, 1, 2, 2, 2])
+    program.calls_of([1, 1, *[2] * 64])
     assert program.now < program.economy.rests_until
     program.calls_of([1, 2] * 400)
     assert program.captured == {1, 2}
@@ -432,3 +464,112 @@ def test_whoever_asks_for_them_gets_captures(
         tried.call(3)
     assert tried.stats.captures == 2
     assert isinstance(tried.compiled(torch.randn(3, 8)), torch.Tensor)
+
+
+def test_what_is_seldom_called_gets_nothing_at_the_start() -> None:
+    """One length of eight is a multiple of eight, and has code of its own: thirty sizes, which launches would
+    pay for in minutes. A step of 9 ms runs it for 3."""
+
+    def program() -> Program:
+        return Program(own=3e-3, launch=1e-3, cost=0.1, computing=0.02, purse=Purse(), ops=500)
+
+    rng, seldom, often = random.Random(0), program(), program()
+    for step in range(1, 8001):
+        length = rng.randrange(16, 257)
+        seldom.now += 6e-3
+        if length % 8:
+            seldom.now += seldom.own
+        else:
+            seldom.call(length)
+        assert seldom.now <= 1.0101 * step * 9e-3 + 0.01
+    for _ in range(400):
+        often.now += 6e-3
+        often.call(rng.randrange(16))
+    assert len(often.captured) == 16
+
+
+class Varying(Tried):
+    """Sizes that come when nothing can be captured, for want of time saved up."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **options: object) -> None:
+        patch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+        super().__init__(patch, launch_us=7, own_us=9, dynamic=True, **options)
+        self.guarded = 0
+        real = cache.guards_of
+
+        def guards(*args: Any) -> Any:
+            self.guarded += 1
+            return real(*args)
+
+        patch.setattr(cache, "guards_of", guards)
+
+    def states(self) -> list[str]:
+        (partition,) = registry.live_capturable()
+        return [s.state.value for s in partition.specializations()]
+
+
+def test_where_nothing_can_be_captured_a_glance_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    for size in range(5, 30):
+        varying.call(size)
+        varying.call(size)
+    assert varying.guarded == 1, "of the first size that came twice: how long it runs is not known before"
+    assert varying.states() == ["captured", "warming up"]
+    assert len(varying.stats.met.sizes) == 26
+    assert [reason.code for reason in varying.stats.reasons] == ["sizes-vary"]
+
+
+def seen_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> Varying:
+    """Size 6 is; now captures pay."""
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    for size in (5, 5, 6, 6):
+        varying.call(size)
+    assert varying.states() == ["captured", "warming up"]
+    varying.own = 10e6
+    for _ in range(12):  # the fastest of the last few counts
+        varying.call(5)
+        varying.call(3)
+    assert varying.stats.captures == 2
+    return varying
+
+
+def test_what_it_was_enough_for_counts_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = seen_at_a_glance(monkeypatch)
+    varying.call(6)
+    assert varying.stats.captures == 3
+    varying.call(7)
+    assert varying.stats.captures == 3
+    varying.call(7)
+    assert varying.stats.captures == 4
+
+
+def test_unless_a_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is warmed up after all, and captured."""
+    varying, real, failed = seen_at_a_glance(monkeypatch), admission.build, []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise MatchError(Reason("capture-failed", "a library was not set up"))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(admission, "build", build)
+    varying.call(6)
+    assert (failed, varying.stats.captures) == ([True], 2)
+    assert "refused" not in varying.states()
+    varying.call(6)
+    assert varying.stats.captures == 3
+
+
+def test_another_layout_of_it_has_not_run() -> None:
+    glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
+    economy = Economy(lambda: 0, Purse(0.0), ops=250)
+    economy.met(0, 0.0)
+    x = torch.randn(6, 8)
+    assert glimpses.at([x], economy, 1, 1.0, None) is Glimpse.NEW
+    assert (glimpses.made([x]), glimpses.made([x]), glimpses.runs([x])) == (threading.get_ident(), None, 1)
+    economy.ran(1e-3)
+    assert glimpses.at([x], economy, 2, 2.0, None) is Glimpse.KNOWN
+    assert (glimpses.made([x]), glimpses.runs([x])) == (None, 2)

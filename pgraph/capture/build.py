@@ -59,6 +59,12 @@ class Built:
         """One for each chunk."""
         return self.shared.execs
 
+    @property
+    def parts(self) -> list[tuple[Recipe, int]]:
+        """Each recipe with the number of its nodes."""
+        nodes = [chunk.last - chunk.first for chunk in self.template.plan.chunks]
+        return list(zip(self.recipes, nodes, strict=True))
+
 
 def build(
     driver: Driver,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ from pgraph.errors import CaptureError, MatchError
 from pgraph.launch.program import Program, program_of
 from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
-from pgraph.runtime import full_capture, progress, registry, trace, trial, trimming
+from pgraph.runtime import full_capture, progress, registry, trace, trimming
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
+from pgraph.runtime.glimpses import Glimpse
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Sizes
@@ -29,9 +31,12 @@ from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
 from pgraph.text import amount
 
-__all__ = ["Admission", "Code"]
+__all__ = ["Admission", "Chosen", "Code"]
 
 log = logging.getLogger(__name__)
+
+Chosen = Specialization | Glimpse | None
+"""What is known of a call."""
 
 _ATTEMPTS = 3
 """Captures tried of a specialization that the device refuses for the moment, and of a partition in all."""
@@ -118,11 +123,12 @@ class Admission:
         """Whether sizes like these were given up: they run uncaptured without a further look."""
         return bool(self._given_up) and self._sizes.of(args) in self._given_up
 
-    def choose(self, args: list[Any], *, capture: bool = True) -> Specialization | None:
+    def choose(self, args: list[Any], *, capture: bool = True) -> Chosen:
         """The specialization for these arguments, captured if it is due and may be.
 
         Returns:
-            None if it never will be: there are none like these, or within somebody's capture.
+            A glimpse where none can be captured now; None if it never will be: there are none like these, or
+            within somebody's capture.
         """
         if self._driver.is_capturing():
             return None
@@ -137,6 +143,11 @@ class Admission:
                     self.insist(self._stats.reason)
                     self._give_up(args)
                     return None
+                glimpse = self._cache.glimpse(args)
+                if glimpse is not None:
+                    if glimpse is Glimpse.KNOWN:
+                        self._wait(not_worth)
+                    return glimpse
                 specialization = self._cache.get(args)
                 if specialization is None:
                     return None
@@ -148,7 +159,7 @@ class Admission:
             new = capture and specialization.state is State.NOT_RUN
             computed = (due or new) and self._computes(specialization, args)
             early = computed and new
-            if (due or early) and not self._cache.pays(specialization, computed):
+            if (due or early) and not self._cache.pays(specialization, args, computed):
                 self._wait(not_worth)
             elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))
@@ -184,20 +195,20 @@ class Admission:
 
     def _compute(self, specialization: Specialization, args: Sequence[Any]) -> None:
         """Make it launchable without a capture. If that fails it is warmed up and captured like any other."""
-        start = trial.clock()
+        start = time.perf_counter()
         try:
             program = self._program(specialization, args, may_capture=False)
         except Exception as e:
             log.debug("%s was not computed: %s: %s", self._stats.name, type(e).__name__, e)
             program = None
         if program is None:
-            self._cache.economy.wasted(trial.clock() - start)
+            self._cache.economy.wasted(time.perf_counter() - start)
             computer = self._cache.shelf.computer
             told = computer.latest if computer is not None else None
             self._stats.met.latest = told or "no exec of another size has its kernels"
             return
         specialization.warmed()
-        self._made(specialization, args, program)
+        self._made(specialization, args, program, start)
 
     def _program(
         self, specialization: Specialization, args: Sequence[Any], may_capture: bool = True
@@ -222,10 +233,14 @@ class Admission:
         return program_of(built, specialization.guards, sharing, slack_bytes, code.lasting, code.kept)
 
     def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
+        start = time.perf_counter()
         try:
             program = self._program(specialization, args)
             assert program is not None, "what may be captured is made"
         except (CaptureError, MatchError) as e:
+            if specialization.glimpsed:
+                specialization.postponed()
+                return
             self.refuse(specialization, self._stats.facts.placed(e.reason, e.op), e.culprit)
         except Exception as e:
             if may_pass(e):
@@ -238,11 +253,15 @@ class Admission:
             if self.piece is not None:
                 self.piece.captured()
                 self.piece = None
-            self._made(specialization, args, program)
+            self._made(specialization, args, program, start)
 
-    def _made(self, specialization: Specialization, args: Sequence[Any], program: Program) -> None:
+    def _made(
+        self, specialization: Specialization, args: Sequence[Any], program: Program, start: float
+    ) -> None:
         self._cache.add(specialization, program)
         computer, built = self._cache.shelf.computer, program.built
+        seconds, first = time.perf_counter() - start, not specialization.standing.runs
+        self._cache.economy.captured(seconds, built.computed, first=first)
         if computer is not None:
             self._stats.met.obstacle = computer.reason
         log.info(

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from pgraph.drivers.execs import Shelf
 from pgraph.drivers.interface import Driver, Passed
 from pgraph.launch.guards import Guards, Trait, alignments, guards_of
@@ -20,7 +18,8 @@ from pgraph.runtime import trial
 from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, Memory, limit_of
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.economy import Economy, Purse
-from pgraph.runtime.holdings import Group, Holdings
+from pgraph.runtime.glimpses import Glimpse, Glimpses
+from pgraph.runtime.holdings import Group, Holdings, Unit, budgets_of
 from pgraph.runtime.keeping import WAITING, Keeper, Use
 from pgraph.runtime.replication import SHARE, Replication
 from pgraph.runtime.sizes import Sizes
@@ -30,17 +29,7 @@ from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["SpecializationCache"]
 
-_Unit = Group | Specialization
-_budgets: dict[torch.device, tuple[Budget[_Unit], ...]] = {}
 _purse = Purse()  # of the process
-
-
-def _budgets_of(device: torch.device) -> tuple[Budget[_Unit], ...]:
-    """Of the device's memory, and of the host's."""
-    if device not in _budgets:
-        first: Budget[_Unit] = Budget("execs")
-        _budgets[device] = first, Budget("recipes", first.tick)
-    return _budgets[device]
 
 
 class SpecializationCache:
@@ -78,10 +67,11 @@ class SpecializationCache:
         self._stats = stats
         self._known, self._met = dict[Guards, Specialization](), Lookup[Specialization]()  # the same ones
         self._asked = 0  # how often one was asked for
-        self._budgets = _budgets_of(driver.device)
+        self._budgets = budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
         self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
         self.economy = self._new_economy()
+        self._glimpses = Glimpses(sizes, stats.met, self._steps_aside)
         self._holdings = Holdings()
         self.shelf = Shelf()
         self.latest: Specialization | None = None
@@ -112,20 +102,24 @@ class SpecializationCache:
             self.latest.use.launches += self._stats.launches - self._told
         self._told = self._stats.launches
 
-    def mark(self) -> Passed | None:
+    def mark(self, chosen: Specialization | Glimpse | None) -> Passed | None:
         """See `Driver.mark`; None where nothing depends on it."""
-        return self._driver.mark() if len(self._known) > 1 and self._steps_aside else None
+        told = chosen not in (None, Glimpse.NEW) and self.economy.sizes > 1 and self._steps_aside
+        return self._driver.mark() if told else None
 
-    def ran(self, specialization: Specialization, seconds: float, passed: Passed | None = None) -> None:
+    def ran(self, chosen: Specialization | Glimpse, seconds: float, passed: Passed | None = None) -> None:
         """Note an uncaptured run, how long it kept the host, and a mark from its beginning."""
         with self.lock:
-            specialization.ran()
-            self._keeper.ran(specialization.use, self._stats.launches)
-            first, behind = specialization.standing.runs == 1, passed is not None and not passed()
-            self.economy.ran(seconds, behind, first)
-            if specialization.trial is not None:
-                specialization.trial.own.append(seconds)
-                self._judge(specialization)
+            behind = passed is not None and not passed()
+            if isinstance(chosen, Glimpse):
+                self.economy.ran(seconds, behind, chosen is Glimpse.NEW)
+                return
+            chosen.ran()
+            self._keeper.ran(chosen.use, self._stats.launches)
+            self.economy.ran(seconds, behind, chosen.standing.runs == 1)
+            if chosen.trial is not None:
+                chosen.trial.own.append(seconds)
+                self._judge(chosen)
 
     def timed(self, specialization: Specialization, seconds: float) -> None:
         """Note how long a launch kept the host."""
@@ -150,17 +144,14 @@ class SpecializationCache:
     def moved(self, specialization: Specialization, rewritten: int) -> None:
         """Note a launch that set several nodes (Note [An exec for each layer] in `pgraph.drivers.turns`)."""
         replication = specialization.replication
-        decided = replication is not None and (replication.over or rewritten < replication.worth)
-        if decided:
+        if replication is not None and (replication.over or rewritten < replication.worth):
             return
         with self.lock:
             if (built := specialization.built) is None:
                 return
             if (replication := specialization.replication) is None:
-                chunks = built.template.plan.chunks
-                recipes = [(r, c.last - c.first) for r, c in zip(built.recipes, chunks, strict=True)]
                 shared = len(self._holdings.group_of(specialization).members) > 1
-                replication = Replication(self._stats.name, recipes, self._driver, shared)
+                replication = Replication(self._stats.name, built.parts, self._driver, shared)
                 specialization.replication = replication
             if rewritten < replication.worth:
                 return
@@ -184,7 +175,7 @@ class SpecializationCache:
             guards = guards_of(args, self._driver.device, self._driver.alignment, self._watched)
             if guards is None:
                 return None
-            found = self._known.get(guards) or self._new(guards)
+            found = self._known.get(guards) or self._new(guards, self._glimpses.made(args))
         self._asked += 1
         found.asked = self._asked
         return found
@@ -202,14 +193,17 @@ class SpecializationCache:
                 return specialization
         return None
 
-    def _new(self, guards: Guards) -> Specialization:
+    def _new(self, guards: Guards, thread: int | None) -> Specialization:
         self._forget_some()
         if self._known:
             guards = guards.alike(next(iter(self._known)))
         found = self._known[guards] = Specialization(guards)
         found.addresses = self._addresses(guards)
         self._met.add(guards, found)
-        self.economy.met(self._stats.calls, trial.clock())
+        if thread is None:
+            self.economy.met(self._stats.calls, trial.clock())
+        else:
+            found.glimpsed_by(thread)
         self._stats.standings.append(found.standing)
         return found
 
@@ -226,13 +220,19 @@ class SpecializationCache:
             if gone.state is not State.REFUSED:  # a report goes on telling of those
                 self._stats.standings.remove(gone.standing)
 
-    def pays(self, specialization: Specialization, computed: bool) -> bool:
+    def glimpse(self, args: list[Any]) -> Glimpse | None:
+        """What there is to know of a call whose size cannot be captured, whatever it is."""
+        if not self._known or self._sizes.listed or self._tries or self.set_aside:
+            return None
+        return self._glimpses.at(args, self.economy, self._stats.calls, trial.clock(), self.shelf.computer)
+
+    def pays(self, specialization: Specialization, args: Sequence[Any], computed: bool) -> bool:
         """Whether a capture is worth it, or computing, where sizes vary and times are a device's."""
-        if not self._steps_aside or len(self._known) == 1 or self._sizes.listed:
+        if not self._steps_aside or self.economy.sizes == 1 or self._sizes.listed:
             return True
-        runs, told = specialization.standing.runs, self.shelf.computer
-        learning = told is not None and told.learning
-        return self.economy.pays(runs, self._stats.calls, trial.clock(), computed, learning)
+        runs, told = specialization.standing.runs + self._glimpses.runs(args), self.shelf.computer
+        learning, calls = told is not None and told.learning, self._stats.calls
+        return self.economy.pays(runs, calls, trial.clock(), computed, learning)
 
     def rests(self) -> bool:
         """Whether no capture pays just now, whatever comes. Called without the lock."""
@@ -279,13 +279,13 @@ class SpecializationCache:
     def _make_room(
         self,
         specialization: Specialization,
-        budget: Budget[_Unit],
+        budget: Budget[Unit],
         planned: int = 0,
-        unit: _Unit | None = None,
+        unit: Unit | None = None,
     ) -> bool:
         use = specialization.use
 
-        def admits(holder: Holder[_Unit], held: _Unit) -> bool:
+        def admits(holder: Holder[Unit], held: Unit) -> bool:
             mine = holder is self
             return self._admits(specialization, held.use) if mine else self._keeper.rests(use, held.use)
 
@@ -320,8 +320,7 @@ class SpecializationCache:
         specialization.captured(program, native_program(program), tried)
         self._stats.captured(built)
         self._stats.waits = None
-        self.economy.captured(built.seconds, built.computed, first=not specialization.standing.runs)
-        units: tuple[_Unit, ...] = self._holdings.add(specialization), specialization
+        units: tuple[Unit, ...] = self._holdings.add(specialization), specialization
         self._tell_bytes()
         for budget, unit in zip(self._budgets, units, strict=True):
             if not self._make_room(specialization, budget, unit=unit):
@@ -337,11 +336,11 @@ class SpecializationCache:
         """Bytes that the captures count for in a budget."""
         return self._holdings.takes(memory)
 
-    def held(self, memory: Memory) -> Sequence[_Unit]:
+    def held(self, memory: Memory) -> Sequence[Unit]:
         """What may go for the memory that it takes."""
         return self._holdings.groups if memory == "execs" else self._captured()
 
-    def evict(self, held: _Unit) -> None:
+    def evict(self, held: Unit) -> None:
         """Let captures go, for the memory that they take."""
         for specialization in list(held.members) if isinstance(held, Group) else [held]:
             self._drop(specialization, self._told_limit)
@@ -372,6 +371,7 @@ class SpecializationCache:
         self.set_aside = self._gains = False
         self._known.clear()
         self._met = Lookup()
+        self._glimpses.clear()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
         for budget in self._budgets:

@@ -13,9 +13,11 @@ size is captured if both of these hold:
   that, and a capture of each partition, from before it met a second size.
 
 There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
-and a thousand launches pay for that, these seconds may be spent at once. A server of 32 batch sizes is at
-graph speed after some hundred calls, and would be after minutes. How many sizes there are is told by how
-often new ones came of late. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
+and launches pay for that soon, these seconds may be spent at once. A server of 32 batch sizes is at graph
+speed after some hundred calls, and would be after minutes. How many sizes there are is told by how often new
+ones came of late. Soon is after a thousand launches, and after `_SOON_S` of the program: code that a program
+seldom calls, such as Inductor's for lengths that are multiples of eight, may have few sizes, and saves next
+to nothing of the whole. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
 
 A program that waits does not run, nor one that compiles: of the time between two calls no more counts than is
 usual (`_IDLE`), never more than a second, and nothing between the first ones. Else a server would spend on
@@ -23,7 +25,8 @@ its first requests what it saved up over night.
 
 To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
 a while (`REST_S`): calls that no capture serves run uncaptured without a further look, and those that are
-looked at stand for them all.
+looked at stand for them all. And where no capture could be had, whatever the size is, that is asked first
+(`Economy.unaffordable`), before a size is looked at more closely (`pgraph.runtime.glimpses`).
 
 A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
 run. If that alone pays for it, nothing can be lost. Where that is a size's first call, libraries set things
@@ -62,6 +65,9 @@ _LEARNED: Final = 0.33
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
 
+_SOON_S: Final = 3.0
+"""And seconds of the program, in which they are to do it."""
+
 _REPEATED: Final = 3
 """Calls with a size that had come before, from which on it is told how many sizes are to be expected."""
 
@@ -77,6 +83,7 @@ REST_S: Final = 0.05
 
 _WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
 _FEW: Final = 8.0  # the latest of them
+_LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
 _IDLE: Final = 10.0  # times the shortest time between two calls; what is longer was spent waiting
 _IDLE_S: Final = 1.0  # and what is longer than this
@@ -121,6 +128,7 @@ class Economy:
 
     Attributes:
         rests_until: until then no capture pays, whatever comes.
+        sizes: how many came.
     """
 
     def __init__(self, launches: Callable[[], int], purse: Purse, ops: int = 0) -> None:
@@ -137,7 +145,7 @@ class Economy:
         self._saves = self._spent = self._ran = 0.0
         self._latest: float | None = None
         self._lately, self._latest_few = _Share(_WINDOW), _Share(_FEW)
-        self._sizes = self._made = self._again = self._calls = self._counted = self._looks = 0
+        self.sizes = self._made = self._again = self._calls = self._counted = self._looks = 0
         self.rests_until = float("-inf")
 
     def met(self, calls: int, now: float) -> None:
@@ -147,10 +155,10 @@ class Economy:
             calls: of the partition before this one.
             now: by the clock that all other times are taken from.
         """
-        self._passed(calls + 1, now)
+        self._passed(calls, now)
         self._seen(1, new=1)
-        self._sizes += 1
-        if self._sizes == 2:
+        self.sizes += 1
+        if self.sizes == 2:
             self._purse.join(self)
 
     def ran(self, seconds: float, behind: bool = False, first: bool = False) -> None:
@@ -244,6 +252,28 @@ class Economy:
             self.rests_until = now + self._rest(wait, cost)
         return False
 
+    def unaffordable(
+        self, calls: int, now: float, new: bool, computing: bool = False, learning: bool = False
+    ) -> bool:
+        """Whether no capture could be had now, whatever the size is. If so, that holds for a while.
+
+        Args:
+            new: whether the size came for the first time: then nothing can be captured before there was one
+                that did not.
+            computing: recordings of most sizes are computed.
+            calls, now, learning: as for `pays`.
+        """
+        if not self._own:
+            return new and not computing
+        self._passed(calls, now)
+        cost = self._cost(computing)
+        if self._computing_pays() or self._starts(now, cost, learning or computing):
+            return False
+        wait = self._wait(now, cost)
+        if wait > 0.0 and self._looks >= _LOOKS:
+            self.rests_until = now + self._rest(wait, cost)
+        return wait > 0.0
+
     def _cost(self, computed: bool) -> float:
         """Seconds of a further capture."""
         if computed and not self._computed:
@@ -255,7 +285,9 @@ class Economy:
         """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
         launches pay for that soon."""
         further = max(self._all(computing), cost)
-        pays = further <= self._saves * _SOON
+        usual = min(statistics.median(self._gaps), _IDLE * min(self._gaps)) if self._gaps else 0.0
+        launches = min(_SOON, _SOON_S / usual) if usual > 0.0 else _SOON
+        pays = further <= self._saves * launches
         return pays and self._purse.debts(now) + further <= self._purse.start
 
     def _all(self, computing: bool) -> float:
@@ -266,7 +298,7 @@ class Economy:
         known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
         if known <= 0.0:
             return float("inf")
-        return max(self._sizes / known - self._made, 0.0) * self._cost(computing)
+        return max(self.sizes / known - self._made, 0.0) * self._cost(computing)
 
     def _rest(self, wait: float, cost: float) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid for a capture."""

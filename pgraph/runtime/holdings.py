@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+import torch
+
 from pgraph.drivers.execs import ExecSet
-from pgraph.runtime.budget import NODE_BYTES, Memory
+from pgraph.runtime.budget import NODE_BYTES, Budget, Memory
 from pgraph.runtime.keeping import Use
 from pgraph.runtime.specialization import Specialization
 
-__all__ = ["RECIPE_BYTES", "Group", "Holdings"]
+__all__ = ["RECIPE_BYTES", "Group", "Holdings", "Unit", "budgets_of"]
 
 RECIPE_BYTES: Final = 1000
 """What a node of a specialization takes on the host beside its recipe: template, plan and launch program
@@ -39,6 +41,20 @@ class Group:
         """Of all of them together."""
         latest = max((s.use.latest for s in self.members), default=0)
         return Use(latest=latest, launches=sum(s.use.launches for s in self.members))
+
+
+Unit = Group | Specialization
+"""What may go: all that share execs, for the device's memory; one, for the host's."""
+
+_budgets: dict[torch.device, tuple[Budget[Unit], ...]] = {}
+
+
+def budgets_of(device: torch.device) -> tuple[Budget[Unit], ...]:
+    """Of the device's memory, and of the host's."""
+    if device not in _budgets:
+        first: Budget[Unit] = Budget("execs")
+        _budgets[device] = first, Budget("recipes", first.tick)
+    return _budgets[device]
 
 
 class Holdings:

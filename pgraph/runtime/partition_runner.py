@@ -29,7 +29,7 @@ from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.runtime import observe, registry, replication, statistics, trial, trimming
-from pgraph.runtime.admission import Admission, Code
+from pgraph.runtime.admission import Admission, Chosen, Code
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.failures import LaunchFailure, launch_failed
@@ -126,7 +126,7 @@ class PartitionRunner:
             self.admission.resolve()
             if (instead := self._instead) is not None:
                 return instead(args)
-            if specialization is not None and specialization.launches_next:
+            if isinstance(specialization, Specialization) and specialization.launches_next:
                 captured = self._cache.captured_as(specialization)
                 start = trial.clock()
                 try:  # also where another device is current
@@ -224,8 +224,8 @@ class PartitionRunner:
                 del error  # else it and this frame hold each other, and all that the launch had
         return LaunchFailure(reason)
 
-    def _run_uncaptured(self, args: list[Any], specialization: Specialization | None) -> Any:
-        passed = self._cache.mark() if specialization is not None else None
+    def _run_uncaptured(self, args: list[Any], specialization: Chosen) -> Any:
+        passed = self._cache.mark(specialization)
         start, plain = trial.clock(), self._plain
         result = in_range("uncaptured", self._label, plain, args) if compat.profiling() else plain(args)
         self.stats.uncaptured_runs += 1

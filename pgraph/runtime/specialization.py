@@ -83,6 +83,7 @@ class Specialization:
         threads: that have run it uncaptured.
         trial: while it is on trial.
         asked: when it was asked for, in such questions of the partition.
+        glimpsed: it counts as run because such sizes were (`pgraph.runtime.glimpses`).
         addresses: `Guards.addresses` of the guards.
         nbytes: what its capture counts for in the budget of the host's memory.
         replication: whether it gets further execs, while it is captured and that is asked.
@@ -96,6 +97,7 @@ class Specialization:
     threads: set[int] = dataclasses.field(default_factory=set)
     trial: Trial | None = None
     asked: int = 0
+    glimpsed: bool = False
     nbytes: int = 0
     replication: Replication | None = None
     addresses: Callable[[list[Any]], list[int] | None] = dataclasses.field(init=False)
@@ -127,6 +129,16 @@ class Specialization:
         self.threads.add(threading.get_ident())
         if self.state is State.NOT_RUN:
             self.standing.state = State.WARMING_UP
+
+    def glimpsed_by(self, thread: int) -> None:
+        """Such sizes were run before it was made, by this thread. Should a capture fail for what a run of its
+        own would have set up, it is warmed up after all.
+        """
+        assert self.state is State.NOT_RUN, self.state
+        self.glimpsed = True
+        self.standing.runs = 1
+        self.threads.add(thread)
+        self.standing.state = State.WARMING_UP
 
     def warmed(self) -> None:
         """It need not run before it is launched."""
@@ -162,6 +174,7 @@ class Specialization:
         assert self.state is State.WARMING_UP, self.state
         self.standing.failures += 1
         self.standing.runs = 0
+        self.glimpsed = False
         self.standing.state = State.NOT_RUN
 
     def evicted(self) -> None:
