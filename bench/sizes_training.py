@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from backends import reset_compiled
-from sizes_place import Figures, Place, on_host
+from sizes_place import Figures, Place, Size, on_host
 from sizes_run import Run, Tokens, apart, compiled, draw, llama, result, run, some, spaced
 from torch import Tensor
 
@@ -100,6 +100,14 @@ class Training:
         return [on_host(t) for t in self._found()]
 
 
+def first_lengths(size: Size) -> list[int]:
+    """Those for which all code is compiled: neither end is 0 or 1, attention asks which power of two a length
+    is a multiple of, and so does Triton, up to 16.
+    """
+    low, high = size.lengths
+    return [high, low, *(high - less for less in (1, 2, 4, 8) if high - less > low)]
+
+
 def lengths_of(place: Place, cudnn: bool) -> Figures:
     """Training on random lengths, from the first new one on.
 
@@ -110,9 +118,7 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
     size = place.size
     count = place.spec.steps or size.steps
     training = Training(place, draw(place.spec.seed, *size.lengths, count))
-    # Neither end is 0 or 1, and both are compiled for. Attention asks what a length is a multiple of.
-    low, high = size.lengths
-    warm = compiled(place, [high, low, high - 1, high - 2, high - 4], lambda length: training.on(0, length))
+    warm = compiled(place, first_lengths(size), lambda length: training.on(0, length))
     mark, checked = min(size.mark, count), some(count, size.checked)
     timed = run(
         place,
@@ -137,12 +143,10 @@ def lengths_beside(place: Place) -> Figures:
     size = place.size
     count = place.spec.steps or size.steps
     lengths = draw(place.spec.seed, *size.lengths, count)
-    low, high = size.lengths
     other = Place(dataclasses.replace(place.spec, backend="inductor" if place.on_gpu else "aot_eager"))
     both = Training(other, lengths, 1), Training(place, lengths)
     for each in both:
-        first = [high, low, high - 1, high - 2, high - 4]
-        warm = compiled(each.place, first, lambda length, each=each: each.on(0, length))
+        warm = compiled(each.place, first_lengths(size), lambda length, each=each: each.on(0, length))
     theirs, mine = both
     checked, mark = some(count, size.checked), min(size.mark, count)
     marks = [*range(mark, count, mark), count]

@@ -520,6 +520,13 @@ def test_where_nothing_can_be_captured_a_glance_is_enough(monkeypatch: pytest.Mo
     assert [reason.code for reason in varying.stats.reasons] == ["sizes-vary"]
 
 
+def test_sizes_that_never_come_again_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = Varying(monkeypatch)
+    for size in range(4, 30):
+        varying.call(size)
+    assert (varying.stats.captures, [reason.code for reason in varying.stats.reasons]) == (0, ["sizes-vary"])
+
+
 def seen_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> Varying:
     """Size 6 is; now captures pay."""
     varying = Varying(monkeypatch)

@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 Chosen = Specialization | Glimpse | None
 """What is known of a call."""
 
+_MANY = 16
+"""Sizes, none of which came twice, after which a program is told that it waits."""
+
 _ATTEMPTS = 3
 """Captures tried of a specialization that the device refuses for the moment, and of a partition in all."""
 
@@ -143,9 +146,9 @@ class Admission:
                     self.insist(self._stats.reason)
                     self._give_up(args)
                     return None
-                glimpse = self._cache.glimpse(args)
+                glimpse = self._cache.glimpse(args) if capture else None  # else sizes may be symbols
                 if glimpse is not None:
-                    if glimpse is Glimpse.KNOWN:
+                    if glimpse is Glimpse.KNOWN or self._cache.economy.sizes > _MANY:
                         self._wait(not_worth)
                     return glimpse
                 specialization = self._cache.get(args)
