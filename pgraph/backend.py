@@ -93,11 +93,10 @@ class Backend:
 
 
 def reset() -> None:
-    """Free every capture, exec and driver resource. Compiled code stays usable and captures anew."""
+    """Free every capture and exec. Compiled code stays usable and captures anew."""
     for partition in registry.live_capturable():
         partition.reset()
     progress.close()
-    choice.close_all()
 
 
 backend = Backend()

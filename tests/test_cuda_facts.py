@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,18 +51,6 @@ def test_copies_that_no_launch_changes_are_not_sent_elsewhere() -> None:
     nodes = [NodeRecord(kind, kind, (), bytes(16)) for kind in kinds]
     slots = [Slot(0, 0, 0, 0), Slot(2, 0, 1, 0), Slot(2, 8, 0, 0), Slot(3, 0, 0, 0)]
     assert cuda_graph.rebound_copies(nodes, slots) == [(2, nodes[2]), (3, nodes[3])]
-
-
-def test_a_driver_is_not_closed_while_somebody_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.CudaDriver, "_peaks", lambda self: (0, 0))  # there is no device to ask
-    driver = cuda.CudaDriver(0)
-    closing = threading.Thread(target=driver.close)
-    with driver.capture_lock():
-        closing.start()
-        closing.join(0.2)
-        assert closing.is_alive()
-    closing.join(10)
-    assert not closing.is_alive()
 
 
 def test_peaks_that_cannot_be_made_right_lose_no_capture(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import launching, same
+from support import same
 
 import pgraph
 from pgraph.capture.patches import patched
@@ -97,18 +97,6 @@ def test_the_host_arena_ends() -> None:
         assert arena.take(8) > taken[-1]
     finally:
         arena.close()
-
-
-def test_closing_drivers_is_not_the_end() -> None:
-    compiled = torch.compile(
-        fn, backend="pgraph", options={"driver": "host", "codegen": "aten", "min_ops": 1}
-    )
-    for _ in range(2):
-        compiled(torch.randn(4))
-    choice.close_all()
-    with launching():
-        x = torch.randn(4)
-        same(compiled(x), fn(x))
 
 
 def test_living_objects_of_a_class_are_found() -> None:

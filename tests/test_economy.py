@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,15 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trial import Tried
 
+import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import Passed
-from pgraph.errors import MatchError
-from pgraph.reasons import Reason
-from pgraph.runtime import admission, cache, registry
+from pgraph.runtime import registry
 from pgraph.runtime.economy import CREDIT, REST_S, START_S, Economy, Purse
-from pgraph.runtime.glimpses import Glimpse, Glimpses
-from pgraph.runtime.met import Met
-from pgraph.runtime.sizes import Dimension, Sizes
 
 
 class Program:
@@ -488,95 +483,24 @@ def test_what_is_seldom_called_gets_nothing_at_the_start() -> None:
     assert len(often.captured) == 16
 
 
-class Varying(Tried):
-    """Sizes that come when nothing can be captured, for want of time saved up."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, **options: object) -> None:
-        patch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
-        super().__init__(patch, launch_us=7, own_us=9, dynamic=True, **options)
-        self.guarded = 0
-        real = cache.guards_of
-
-        def guards(*args: Any) -> Any:
-            self.guarded += 1
-            return real(*args)
-
-        patch.setattr(cache, "guards_of", guards)
-
-    def states(self) -> list[str]:
-        (partition,) = registry.live_capturable()
-        return [s.state.value for s in partition.specializations()]
-
-
-def test_where_nothing_can_be_captured_a_glance_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    varying = Varying(monkeypatch)
-    varying.served(3)
-    for size in range(5, 30):
-        varying.call(size)
-        varying.call(size)
-    assert varying.guarded == 1, "of the first size that came twice: how long it runs is not known before"
-    assert varying.states() == ["captured", "warming up"]
-    assert len(varying.stats.met.sizes) == 26
-    assert [reason.code for reason in varying.stats.reasons] == ["sizes-vary"]
-
-
-def test_sizes_that_never_come_again_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    varying = Varying(monkeypatch)
-    for size in range(4, 30):
-        varying.call(size)
-    assert (varying.stats.captures, [reason.code for reason in varying.stats.reasons]) == (0, ["sizes-vary"])
-
-
-def seen_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> Varying:
-    """Size 6 is; now captures pay."""
-    varying = Varying(monkeypatch)
-    varying.served(3)
-    for size in (5, 5, 6, 6):
-        varying.call(size)
-    assert varying.states() == ["captured", "warming up"]
-    varying.own = 10e6
-    for _ in range(12):  # the fastest of the last few counts
-        varying.call(5)
-        varying.call(3)
-    assert varying.stats.captures == 2
-    return varying
-
-
-def test_what_it_was_enough_for_counts_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    varying = seen_at_a_glance(monkeypatch)
-    varying.call(6)
-    assert varying.stats.captures == 3
-    varying.call(7)
-    assert varying.stats.captures == 3
-    varying.call(7)
-    assert varying.stats.captures == 4
-
-
-def test_unless_a_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is warmed up after all, and captured."""
-    varying, real, failed = seen_at_a_glance(monkeypatch), admission.build, []
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise MatchError(Reason("capture-failed", "a library was not set up"))
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(admission, "build", build)
-    varying.call(6)
-    assert (failed, varying.stats.captures) == ([True], 2)
-    assert "refused" not in varying.states()
-    varying.call(6)
-    assert varying.stats.captures == 3
-
-
-def test_another_layout_of_it_has_not_run() -> None:
-    glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
-    economy = Economy(lambda: 0, Purse(0.0), ops=250)
-    economy.met(0, 0.0)
-    x = torch.randn(6, 8)
-    assert glimpses.at([x], economy, 1, 1.0, None) is Glimpse.NEW
-    assert (glimpses.made([x]), glimpses.made([x]), glimpses.runs([x])) == (threading.get_ident(), None, 1)
-    economy.ran(1e-3)
-    assert glimpses.at([x], economy, 2, 2.0, None) is Glimpse.KNOWN
-    assert (glimpses.made([x]), glimpses.runs([x])) == (None, 2)
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_captured_numbers_are_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random sizes, times, threads and resets: each call is compared with the uncompiled model."""
+    rng = random.Random(seed)
+    if rng.random() < 0.6:
+        monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    told = {key: 2 for key in ("max_captures", "warmup") if rng.random() < 0.25}
+    tried = Tried(monkeypatch, rng.choice([3, 7, 50]), rng.choice([5, 9, 1e4, 1e7]), dynamic=True, **told)
+    for _ in range(200):
+        size = rng.choice([3, 3, rng.randrange(2, 9), rng.randrange(2, 200)])
+        what = rng.random()
+        if what < 0.02:
+            pgraph.reset()
+        elif what < 0.05:
+            tried.own, tried.launches = rng.choice([5, 9, 1e4, 1e7]), rng.choice([3, 7, 50])
+        if what > 0.95:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(tried.call, size).result()
+        else:
+            tried.call(size)
+    assert tried.stats.launches + tried.stats.uncaptured_runs > 0

@@ -15,7 +15,7 @@ from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
 from pgraph.reasons import Reason
 
-__all__ = ["NOT_ON_A_DEVICE", "Preview", "choose", "close_all", "ghost_peaks", "previewing"]
+__all__ = ["NOT_ON_A_DEVICE", "Preview", "choose", "ghost_peaks", "previewing"]
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +122,3 @@ def ghost_peaks() -> tuple[GhostPeaks, ...]:
     with _lock:
         found = [driver.ghost_peaks() for driver in _drivers.values()]
     return tuple(peaks for peaks in found if peaks is not None)
-
-
-def close_all() -> None:
-    """Free what the drivers hold; they come back when needed."""
-    with _lock:
-        for driver in _drivers.values():
-            driver.close()

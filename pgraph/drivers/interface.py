@@ -360,10 +360,6 @@ class Driver(abc.ABC):
         """What captures may have added to the device's peak statistics; None if nothing."""
         return None
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Free whatever the driver itself holds (streams)."""
-
 
 def further(layout: int) -> int:
     """Bytes that each range of an arena lies further on for its layout's sake (Note [Two layouts])."""

@@ -155,6 +155,7 @@ class Specialization:
         """From now on it is launched, or on trial."""
         assert self.state is State.WARMING_UP, self.state
         self.program, self.native, self.trial = program, native, trial
+        self.glimpsed = False
         self.standing.state = State.CAPTURED if trial is None else State.ON_TRIAL
 
     def judged(self) -> None:

@@ -247,6 +247,37 @@ def test_native_helper_and_python_agree_and_the_process_ends() -> None:
     assert "NATIVE False" in outputs[1], outputs[1]
 
 
+_RECORDED = """
+import torch
+import gpu_helpers as h
+import pgraph
+table = h.randn(1 << 20)
+other = h.randn(1 << 20)
+@torch.library.custom_op("pgraph_gpu_recorded::read", mutates_args=())
+def read(x: torch.Tensor) -> torch.Tensor:
+    table.record_stream(torch.cuda.current_stream())
+    other.record_stream(torch.cuda.current_stream())
+    return x + table[: x.numel()]
+@read.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+compiled = h.compile_pgraph(lambda x: read(x * 2) + 1, codegen="aten")
+for _ in range(3):
+    compiled(h.randn(64))
+print("LAUNCHES", pgraph.report().launches)
+pgraph.reset()
+del table
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+print("FREED")
+"""
+
+
+def test_the_stream_of_captures_outlives_whatever_was_recorded_on_it() -> None:
+    """One tensor is freed after a reset, the other at the exit of the process: both ask the stream."""
+    assert "FREED" in finish(python(_RECORDED))
+
+
 @pytest.mark.skipif(libraries.load_call() is None, reason="no C compiler, or no Python headers")
 def test_launches_run_in_c_and_allocate_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path in C serves forward and backward, and costs no more memory than the one in Python."""

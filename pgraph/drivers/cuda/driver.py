@@ -59,7 +59,6 @@ class CudaDriver(Driver):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
-        self._raw_stream: Any = None
         self._ledger = PeakLedger(quantities=2)
         self._counting = Counting()
 
@@ -234,18 +233,13 @@ class CudaDriver(Driver):
         finally:
             self._ledger.after(*self._peaks())
 
-    def close(self) -> None:
-        with _CAPTURE_LOCK:  # another thread may be capturing
-            if self._raw_stream is not None:
-                torch.cuda.synchronize(self.device)
-                _check(cu.cuStreamDestroy(self._raw_stream))
-                self._stream = self._raw_stream = None
-
     def _capture_stream(self) -> torch.cuda.Stream:
-        # Not one of torch's pooled streams: the program may be using any of those.
+        # Not one of torch's pooled streams: the program may be using any of those. And never destroyed: an op
+        # may have recorded it on a tensor, and the allocator asks it when that is freed, maybe at the exit of
+        # the process, where an error ends it by SIGABRT.
         if self._stream is None:
             with torch.cuda.device(self.device):
                 torch.cuda.current_stream()  # makes sure that the primary context is current
-                self._raw_stream = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))[0]
-                self._stream = torch.cuda.ExternalStream(int(self._raw_stream), device=self.device)
+                (raw,) = _check(cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+                self._stream = torch.cuda.ExternalStream(int(raw), device=self.device)
         return self._stream

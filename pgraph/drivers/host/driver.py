@@ -335,6 +335,3 @@ class HostDriver(Driver):
 
     def is_capturing(self) -> bool:
         return False
-
-    def close(self) -> None:
-        return None

@@ -1,0 +1,137 @@
+"""Calls that a glance at their sizes is enough for, and what becomes of these sizes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_trial import Tried
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pgraph.errors import MatchError
+from pgraph.reasons import Reason
+from pgraph.runtime import admission, cache, registry
+from pgraph.runtime.economy import Economy, Purse
+from pgraph.runtime.glimpses import Glimpse, Glimpses
+from pgraph.runtime.met import Met
+from pgraph.runtime.sizes import Dimension, Sizes
+
+
+class Varying(Tried):
+    """Sizes that come when nothing can be captured, for want of time saved up."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **options: object) -> None:
+        patch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+        super().__init__(patch, launch_us=7, own_us=9, dynamic=True, **options)
+        self.guarded = 0
+        real = cache.guards_of
+
+        def guards(*args: Any) -> Any:
+            self.guarded += 1
+            return real(*args)
+
+        patch.setattr(cache, "guards_of", guards)
+
+    def states(self) -> list[str]:
+        (partition,) = registry.live_capturable()
+        return [s.state.value for s in partition.specializations()]
+
+
+def test_where_nothing_can_be_captured_a_glance_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    for size in range(5, 30):
+        varying.call(size)
+        varying.call(size)
+    assert varying.guarded == 1, "of the first size that came twice: how long it runs is not known before"
+    assert varying.states() == ["captured", "warming up"]
+    assert len(varying.stats.met.sizes) == 26
+    assert [reason.code for reason in varying.stats.reasons] == ["sizes-vary"]
+
+
+def test_sizes_that_never_come_again_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = Varying(monkeypatch)
+    for size in range(4, 30):
+        varying.call(size)
+    assert (varying.stats.captures, [reason.code for reason in varying.stats.reasons]) == (0, ["sizes-vary"])
+
+
+def test_within_a_mode_sizes_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors may be fakes whose sizes are symbols, which would be specialized for."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    given: list[list[Any]] = []
+    (runner,) = registry.live_capturable()
+    real = runner._plain
+    runner._plain = lambda args: (given.append(list(args)), real(args))[1]
+    varying.call(5)
+    asked: list[int] = []
+    monkeypatch.setattr(Glimpses, "at", lambda *args: asked.append(1))
+    with torch.no_grad(), Mode():
+        runner(list(given[0]))
+    assert not asked
+    with torch.no_grad():
+        runner(given[0])
+    assert asked == [1]
+
+
+def seen_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> Varying:
+    """Size 6 is; now captures pay."""
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    for size in (5, 5, 6, 6):
+        varying.call(size)
+    assert varying.states() == ["captured", "warming up"]
+    varying.own = 10e6
+    for _ in range(12):  # the fastest of the last few counts
+        varying.call(5)
+        varying.call(3)
+    assert varying.stats.captures == 2
+    return varying
+
+
+def test_what_it_was_enough_for_counts_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = seen_at_a_glance(monkeypatch)
+    varying.call(6)
+    assert varying.stats.captures == 3
+    varying.call(7)
+    assert varying.stats.captures == 3
+    varying.call(7)
+    assert varying.stats.captures == 4
+
+
+def test_unless_a_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is warmed up after all, and captured."""
+    varying, real, failed = seen_at_a_glance(monkeypatch), admission.build, []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise MatchError(Reason("capture-failed", "a library was not set up"))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(admission, "build", build)
+    varying.call(6)
+    assert (failed, varying.stats.captures) == ([True], 2)
+    assert "refused" not in varying.states()
+    varying.call(6)
+    assert varying.stats.captures == 3
+
+
+def test_another_layout_of_it_has_not_run() -> None:
+    glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
+    economy = Economy(lambda: 0, Purse(0.0), ops=250)
+    economy.met(0, 0.0)
+    x = torch.randn(6, 8)
+    assert glimpses.at([x], economy, 1, 1.0, None) is Glimpse.NEW
+    assert (glimpses.made([x]), glimpses.made([x]), glimpses.runs([x])) == (threading.get_ident(), None, 1)
+    economy.ran(1e-3)
+    assert glimpses.at([x], economy, 2, 2.0, None) is Glimpse.KNOWN
+    assert (glimpses.made([x]), glimpses.runs([x])) == (None, 2)
