@@ -137,7 +137,8 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
 def lengths_beside(place: Place) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
-    Hosts differ from one minute to the next by more than the two do, and so do processes.
+    Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
+    pieces that have begun by its mark.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     size = place.size

@@ -30,10 +30,12 @@ class Glimpse(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class _Size:
-    """Args:
-    runs: calls that a glance was enough for.
-    thread: of the latest one before there was a specialization.
-    made: whether there was one.
+    """What is known of one set of sizes.
+
+    Args:
+        runs: calls that a glance was enough for.
+        thread: of the latest one before there was a specialization.
+        made: whether there was one.
     """
 
     runs: int = 0
