@@ -13,7 +13,7 @@ from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
-from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.script import Call, Run, Script, asks_for_offsets
 from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
 from pgraph.drivers.operands import Layouts, Operand, distinct
@@ -22,6 +22,10 @@ from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
 F32 = torch.float32
+
+
+SEEDS = torch.library.Library("seedtest", "FRAGMENT")
+SEEDS.define("relu(Tensor x) -> Tensor")
 
 
 class Kernel:
@@ -252,6 +256,41 @@ def test_a_tensor_that_is_laid_out_otherwise() -> None:
     for x in (torch.ones(8, 3), torch.ones(3, 7).t()):
         with pytest.raises(NotComputableError, match="laid out otherwise"):
             evaluate(script, [7, x], [16], tools)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"), [("aten.relu.default", 1), ("seedtest.relu.default", 3)], ids=["own", "custom"]
+)
+def test_where_in_its_storage_a_tensor_begins(function: str, calls: int) -> None:
+    """Seeds of all layers lie in one piece (Note [Results in one piece]): their calls are alike."""
+    piece = torch.ones(1024)
+    seeds = [piece[at : at + 6] for at in (0, 128, 256)]
+    results = ", ".join(f"torch.ops.{function}(args[{i}])" for i in (1, 2, 3))
+    script = script_of(f"return ({results})", 6, *seeds)
+    keys: set[Hashable] = set()
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+        keys.add(LibraryCall(event, tuple(arguments), 0).key())
+        allocations = (GhostAllocation(1 << 50, 24, 0, 1), GhostAllocation(1 << 51, 24, 0, None))
+        made = (OutputSpec(region=1, layout=TensorSpec((6,), (1,), F32, 0)),)
+        nodes = (node_of("relu", [0]),)
+        recording = Recording(nodes, chain(1), allocations, 1, made, (0, 0), None)
+        return recording, (Slot(0, 0, 0, 0),)
+
+    for offsets, asked in (script.offsets, calls), (True, 3):
+        keys.clear()
+        found = evaluate(script, [6, *seeds], [16] * 3, Tools(kernel_node, site, {}, offsets=offsets))
+        assert found is not None
+        assert len(keys) == asked
+        assert [slot.region for slot in found[1]] == [0, 1, 2], "each reads its own"
+
+
+def test_who_asks_for_offsets() -> None:
+    asking = torch.as_strided, torch.ops.aten.as_strided_copy.out, torch.ops.seedtest.relu.default, len, abs
+    for function in asking:
+        assert asks_for_offsets(function), function
+    for function in torch.mm, extern_kernels.addmm, extern_kernels.bias_addmm, torch.ops.aten.mm.out:
+        assert not asks_for_offsets(function), function
 
 
 def test_results_that_are_one_tensor() -> None:

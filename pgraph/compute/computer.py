@@ -247,7 +247,8 @@ class Computer:
             return found
 
         sample = None if alone else lambda event: self._alike.get(event.number)
-        tools = Tools(node, site, self._types, sample, self._latest)
+        offsets = script.offsets or self._driver.tells_offsets
+        tools = Tools(node, site, self._types, sample, self._latest, offsets)
         for _ in range(_ROUNDS):
             found = evaluate(script, inputs, alignments, tools)
             if found is not None:

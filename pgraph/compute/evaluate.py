@@ -38,6 +38,7 @@ class Tools:
         sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
             addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
         latest: of this script.
+        offsets: whether it matters where in its storage a tensor begins.
     """
 
     node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
@@ -45,6 +46,7 @@ class Tools:
     types: dict[int, Any]
     sample: Callable[[Run], Hashable] | None = None
     latest: Latest = dataclasses.field(default_factory=Latest)
+    offsets: bool = True
 
 
 class _Evaluation:
@@ -64,7 +66,7 @@ class _Evaluation:
         self.ranges: list[Range] = []
         self.nodes: list[NodeRecord] = []
         self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
-        self.layouts = Layouts()
+        self.layouts = Layouts(tools.offsets)
         self.viewed: dict[tuple[int | None, int], int | None] = {}  # layouts of views
         self.range_of: list[int | None] = [None] * script.memories  # of what the program holds
         self.layout_of: list[int | None] = [None] * script.memories

@@ -6,13 +6,17 @@ Numbers are places on a tape (`pgraph.compute.tape`).
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import torch
+from torch._ops import OpOverload
 
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.tape import Tape
+from pgraph.ops import op_names
+from pgraph.ops.fx import is_builtin, op_name
 
 __all__ = [
     *(
@@ -29,6 +33,7 @@ __all__ = [
         "Script",
         "Sort",
         "View",
+        "asks_for_offsets",
     ),
 ]
 
@@ -170,6 +175,7 @@ class Script:
     Attributes:
         sorts: of the events.
         views: by number.
+        offsets: whether a library may ask where in its storage a tensor begins.
     """
 
     tape: Tape
@@ -182,11 +188,14 @@ class Script:
     layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     sorts: tuple[Sort, ...] = dataclasses.field(init=False, repr=False, compare=False)
     views: tuple[View, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    offsets: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sorting = _Sorting()
         object.__setattr__(self, "sorts", tuple(map(sorting.sort, self.events)))
         object.__setattr__(self, "views", tuple(sorting.views))
+        calls = {event.kind: event.function for event in self.events if isinstance(event, Call)}
+        object.__setattr__(self, "offsets", any(map(asks_for_offsets, calls.values())))
 
     def require(self, arguments: Sequence[Any]) -> None:
         """Make sure that these are arguments like those that the code was followed with.
@@ -202,6 +211,20 @@ class Script:
             raise NotComputableError(
                 f"argument {min(others)} is not what the generated code was followed with"
             )
+
+
+def asks_for_offsets(function: Any) -> bool:
+    """Whether what a function of a library does may depend on where in its storage a tensor begins.
+
+    PyTorch's own ops see a tensor's first element, but for a few. Of custom ops nobody knows.
+    """
+    if isinstance(function, OpOverload):
+        return not is_builtin(function) or op_name(function) in op_names.STORAGE_OFFSETS
+    # What `extern_kernels` has are functions such as `torch.mm`, and Inductor's own around them.
+    name = getattr(function, "__name__", "")
+    own = isinstance(function, types.BuiltinFunctionType) and getattr(torch, name, None) is function
+    inductors = str(getattr(function, "__module__", "")).startswith("torch._inductor.")
+    return not (own or inductors) or f"aten::{name}" in op_names.STORAGE_OFFSETS
 
 
 class _Sorting:

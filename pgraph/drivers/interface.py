@@ -209,6 +209,9 @@ class Driver(abc.ABC):
     host_times: ClassVar[bool] = False
     """Whether what the host spends on a launch here is what it spends on a device."""
 
+    tells_offsets: ClassVar[bool] = False
+    """Whether a node holds where in its storage each tensor begins. A kernel is only given its address."""
+
     @abc.abstractmethod
     def capture_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Held from the first to the last capture of a partition: captures never overlap."""

@@ -61,11 +61,15 @@ class Layout:
 class Layouts:
     """Layouts by numbers, which are soon compared.
 
+    Args:
+        offsets: whether anybody asks where in its storage a tensor begins; else all offsets are 0.
+
     Attributes:
         known: by number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offsets: bool = True) -> None:
+        self._offsets = offsets
         self.known: list[Layout] = []
         self._numbers: dict[Hashable, int] = {}
         self._phases: list[int] = []
@@ -84,6 +88,7 @@ class Layouts:
         Args:
             phase: bytes from an aligned address to the beginning of the allocation.
         """
+        offset = offset if self._offsets else 0
         key = size, stride, dtype, offset, into, phase
         number = self._numbers.get(key)
         if number is None:

@@ -271,6 +271,7 @@ class HostDriver(Driver):
     name = "host"
     device = CPU
     alignment = 16
+    tells_offsets = True
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
