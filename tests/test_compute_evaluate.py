@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Hashable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.select_algorithm import extern_kernels
 
+from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
 from pgraph.compute.script import Call, Run, Script, asks_for_offsets
@@ -291,6 +293,22 @@ def test_who_asks_for_offsets() -> None:
         assert asks_for_offsets(function), function
     for function in torch.mm, extern_kernels.addmm, extern_kernels.bias_addmm, torch.ops.aten.mm.out:
         assert not asks_for_offsets(function), function
+
+
+def test_the_code_or_the_driver_asks_for_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def noted(script: Script, arguments: Any, alignments: Any, tools: Tools) -> str:
+        seen.append(tools.offsets)
+        return "a recording"
+
+    monkeypatch.setattr("pgraph.compute.computer.evaluate", noted)
+    for function in ("aten", "seedtest"):
+        script = script_of(f"return (torch.ops.{function}.relu.default(args[0]), )", torch.ones(6))
+        for tells in (False, True):
+            driver: Any = SimpleNamespace(tells_offsets=tells)
+            Computer(driver, None)._evaluated(script, [], [], None)
+    assert seen == [False, True, True, True]
 
 
 def test_results_that_are_one_tensor() -> None:
