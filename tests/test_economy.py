@@ -16,7 +16,8 @@ import pgraph
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import Passed
 from pgraph.runtime import registry
-from pgraph.runtime.economy import CREDIT, REST_S, START_S, Economy, Purse
+from pgraph.runtime.economy import CREDIT, REST_S, Economy
+from pgraph.runtime.purse import START_S, Purse
 
 
 class Program:

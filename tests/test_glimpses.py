@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 from pgraph.runtime import admission, cache, registry
-from pgraph.runtime.economy import Economy, Purse
+from pgraph.runtime.economy import Economy
 from pgraph.runtime.glimpses import Glimpse, Glimpses
 from pgraph.runtime.met import Met
+from pgraph.runtime.purse import Purse
 from pgraph.runtime.sizes import Dimension, Sizes
 
 

@@ -17,10 +17,11 @@ from pgraph.options import Options
 from pgraph.runtime import trial
 from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, Memory, limit_of
 from pgraph.runtime.captured import Captured
-from pgraph.runtime.economy import Economy, Purse
+from pgraph.runtime.economy import Economy
 from pgraph.runtime.glimpses import Glimpse, Glimpses
 from pgraph.runtime.holdings import Group, Holdings, Unit, budgets_of
 from pgraph.runtime.keeping import WAITING, Keeper, Use
+from pgraph.runtime.purse import OF_THE_PROCESS
 from pgraph.runtime.replication import SHARE, Replication
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
@@ -28,8 +29,6 @@ from pgraph.runtime.statistics import PartitionStats
 from pgraph.runtime.trial import MOST_NODES, Trial
 
 __all__ = ["SpecializationCache"]
-
-_purse = Purse()  # of the process
 
 
 class SpecializationCache:
@@ -83,7 +82,7 @@ class SpecializationCache:
             budget.join(self)
 
     def _new_economy(self) -> Economy:
-        return Economy(lambda: self._stats.launches, _purse, self._stats.facts.device_ops)
+        return Economy(lambda: self._stats.launches, OF_THE_PROCESS, self._stats.facts.device_ops)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last is last."""

@@ -46,24 +46,23 @@ Sizes stand for all that a specialization is about: layouts and alignments, too.
 from __future__ import annotations
 
 import statistics
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from pgraph.reasons import Reason
+from pgraph.runtime.purse import Purse
 
-__all__ = ["CREDIT", "REST_S", "START_S", "Economy", "Purse", "not_worth"]
+__all__ = ["CREDIT", "REST_S", "Economy", "not_worth"]
 
 CREDIT: Final = 0.01
 """Share of the program's time that captures may cost beyond what they save."""
 
-START_S: Final = 1.5
-"""Seconds that they may cost besides, once, where that is enough for all sizes that are to be expected. It is
-little beside the compilation that came before."""
-
 _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
+
+_LESSONS: Final = 3
+"""Captures from which computing is learned."""
 
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
@@ -95,35 +94,6 @@ _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
 _IDLE: Final = 10.0  # times the shortest time between two calls; what is longer was spent waiting
 _IDLE_S: Final = 1.0  # and what is longer than this
-_STALE_S: Final = 0.05  # how old a sum of debts may be
-
-
-class Purse:
-    """What the captures of several partitions may cost together. Used by any thread.
-
-    Args:
-        start: seconds that they may cost whatever they save.
-    """
-
-    def __init__(self, start: float = START_S) -> None:
-        self.start = start
-        self._economies: weakref.WeakSet[Economy] = weakref.WeakSet()
-        self._debts, self._told = 0.0, float("-inf")
-
-    def join(self, economy: Economy) -> None:
-        """From now on it counts."""
-        self._economies.add(economy)
-
-    def spent(self) -> None:
-        """A partition has spent something: what was told of debts is no longer true."""
-        self._told = float("-inf")
-
-    def debts(self, now: float) -> float:
-        """Seconds that captures have cost beyond what they have saved, of all that have joined."""
-        if not 0.0 <= now - self._told < _STALE_S:
-            self._debts = sum(economy.debt for economy in list(self._economies))
-            self._told = now
-        return self._debts
 
 
 class Economy:
@@ -303,7 +273,9 @@ class Economy:
         known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
         if known <= 0.0:
             return float("inf")
-        return max(self.sizes / known - self._made, 0.0) * self._cost(computing)
+        further = max(self.sizes / known - self._made, 0.0)
+        lessons = min(further, max(_LESSONS - self._made, 0)) if computing else 0.0
+        return lessons * self._cost(False) + (further - lessons) * self._cost(computing)
 
     def _worth(self, runs: int, calls: int, cost: float, computed: bool, learning: bool) -> bool:
         """Whether launches are expected to pay for a capture that can be afforded."""
