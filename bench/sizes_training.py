@@ -138,7 +138,9 @@ def lengths_beside(place: Place) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
     Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
-    pieces that have begun by its mark.
+    pieces that have begun by its mark. The reference has run each length before: what libraries set up at a
+    first sight (kernels that are loaded, 140 ms in a hundred steps on an H200) would be lost by whichever of
+    the two comes first.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     size = place.size
@@ -149,6 +151,8 @@ def lengths_beside(place: Place) -> Figures:
     for each in both:
         warm = compiled(each.place, first_lengths(size), lambda length, each=each: each.on(0, length))
     theirs, mine = both
+    for length in range(size.lengths[0], size.lengths[1] + 1):
+        theirs.on(0, length)
     checked, mark = some(count, size.checked), min(size.mark, count)
     marks = [*range(mark, count, mark), count]
     totals: dict[Training, list[float]] = {each: [0.0] for each in both}

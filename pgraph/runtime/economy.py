@@ -224,7 +224,7 @@ class Economy:
         if wait <= 0.0 and self._worth(runs, calls, cost, computed, learning):
             return True
         if not self._computing_pays():
-            self.rests_until = now + self._rest(wait, cost)
+            self.rests_until = now + self._rest(now, wait, cost, learning or computed)
         return False
 
     def unaffordable(
@@ -246,7 +246,7 @@ class Economy:
             return False
         wait = self._wait(now, cost)
         if wait > 0.0 and self._looks >= _LOOKS:
-            self.rests_until = now + self._rest(wait, cost)
+            self.rests_until = now + self._rest(now, wait, cost, learning or computing)
         return wait > 0.0
 
     def _cost(self, computed: bool) -> float:
@@ -259,21 +259,21 @@ class Economy:
     def _starts(self, now: float, cost: float, computing: bool) -> bool:
         """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
         launches pay for that soon."""
-        further = max(self._all(computing), cost)
-        usual = min(statistics.median(self._gaps), _IDLE * min(self._gaps)) if self._gaps else 0.0
-        launches = min(_SOON, _SOON_S / usual) if usual > 0.0 else _SOON
-        pays = further <= self._saves * launches
-        return pays and self._purse.debts(now) + further <= self._purse.start
-
-    def _all(self, computing: bool) -> float:
-        """Seconds that it costs to capture all sizes that are to be expected, beside those that are."""
         # A few calls with sizes that came before may be a program's warm-up: the latest ones count, too.
         if self._again < _REPEATED or self._latest_few.now > _MANY:
-            return float("inf")
+            return False
         known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
-        if known <= 0.0:
-            return float("inf")
-        further = max(self.sizes / known - self._made, 0.0)
+        return known > 0.0 and self._soon(now, max(self._all(self.sizes / known, computing), cost))
+
+    def _soon(self, now: float, further: float) -> bool:
+        """Whether so many seconds may be spent at once."""
+        usual = min(statistics.median(self._gaps), _IDLE * min(self._gaps)) if self._gaps else 0.0
+        launches = min(_SOON, _SOON_S / usual) if usual > 0.0 else _SOON
+        return further <= self._saves * launches and self._purse.debts(now) + further <= self._purse.start
+
+    def _all(self, sizes: float, computing: bool) -> float:
+        """Seconds that it costs to capture so many sizes, but for those that are."""
+        further = max(sizes - self._made, 0.0)
         lessons = min(further, max(_LESSONS - self._made, 0)) if computing else 0.0
         return lessons * self._cost(False) + (further - lessons) * self._cost(computing)
 
@@ -289,11 +289,13 @@ class Economy:
         came = runs * (1.0 + self._resting(calls) / max(self._looks, 1))
         return saves * max(came, launches) >= cost and (saves > 0.0 or not learning)
 
-    def _rest(self, wait: float, cost: float) -> float:
+    def _rest(self, now: float, wait: float, cost: float, computing: bool) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid for a capture."""
         if wait <= 0.0:
             return REST_S
-        rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
+        rest = min(wait, REST_S)
+        if not self._soon(now, self._all(self.sizes, computing)):  # nor would it be if no further ones came
+            rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
         if self._saves and self._gaps and self._launches_so_far():
             rest = min(rest, (self.debt + cost) / self._saves * statistics.median(self._gaps))
         return rest
@@ -333,9 +335,9 @@ class Economy:
         # Of calls that nothing serves only some are looked at. The others' sizes are not known: no larger
         # part of the launches may count, or it would seem as if hardly any new sizes came.
         other = max(more - launched, looked)
-        self._seen(round(launched * looked / other) if other else launched)
+        self._seen(launched * looked / other if other else launched)
 
-    def _seen(self, more: int, new: int = 0) -> None:
+    def _seen(self, more: float, new: int = 0) -> None:
         """It was seen which sizes so many more calls had, and how many of them were new."""
         for share in (self._lately, self._latest_few):
             share.seen(more, new)
@@ -352,7 +354,7 @@ class _Share:
         self._window = window
         self._new = self._weight = 0.0
 
-    def seen(self, more: int, new: int) -> None:
+    def seen(self, more: float, new: int) -> None:
         """So many more calls, the last ones of them new."""
         keep = (1.0 - 1.0 / self._window) ** more
         self._weight = self._weight * keep + self._window * (1.0 - keep)
