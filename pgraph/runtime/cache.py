@@ -101,9 +101,9 @@ class SpecializationCache:
             self.latest.use.launches += self._stats.launches - self._told
         self._told = self._stats.launches
 
-    def mark(self, chosen: Specialization | Glimpse | None) -> Passed | None:
+    def mark(self, chosen: Specialization | Glimpse) -> Passed | None:
         """See `Driver.mark`; None where nothing depends on it."""
-        told = chosen not in (None, Glimpse.NEW) and self.economy.sizes > 1 and self._steps_aside
+        told = chosen is not Glimpse.NEW and self.economy.sizes > 1 and self._steps_aside
         return self._driver.mark() if told else None
 
     def ran(self, chosen: Specialization | Glimpse, seconds: float, passed: Passed | None = None) -> None:

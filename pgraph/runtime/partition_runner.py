@@ -225,7 +225,7 @@ class PartitionRunner:
         return LaunchFailure(reason)
 
     def _run_uncaptured(self, args: list[Any], specialization: Chosen) -> Any:
-        passed = self._cache.mark(specialization)
+        passed = self._cache.mark(specialization) if specialization is not None else None
         start, plain = trial.clock(), self._plain
         result = in_range("uncaptured", self._label, plain, args) if compat.profiling() else plain(args)
         self.stats.uncaptured_runs += 1
