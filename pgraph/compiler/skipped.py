@@ -68,8 +68,7 @@ def _begun_anew() -> None:
 def _ended(compilation: compat.Compilation) -> None:
     graphs = functions.graphs_arrived()
     place = (compilation.where or "").rpartition(":")[0]
-    asked = is_users(place) or (_OPTIMIZERS in place and compilation.name.endswith(".step"))
-    if place and not graphs and not asked:
+    if place and not graphs and not _asked_for(place, compilation.name):
         return  # helpers of Python's own, which Dynamo meets below a function that it has skipped
     function = functions.found(compilation.name, compilation.where)
     function.graphs += graphs
@@ -83,6 +82,13 @@ def _ended(compilation: compat.Compilation) -> None:
     function.skipped = None
     if not graphs and compilation.breaks:
         function.skipped = from_text(compilation.breaks[0], ())
+
+
+def _asked_for(place: str, name: str) -> bool:
+    """Whether a user may have asked for a function to be compiled."""
+    if place == "<string>":  # made with exec(), by a user or by a dataclass
+        return not name.rpartition(".")[2].startswith(("_", "<"))
+    return is_users(place) or (_OPTIMIZERS in place and name.endswith(".step"))
 
 
 def _stopped(compilation: compat.Compilation) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -110,6 +111,7 @@ _OWN_ROOTS = tuple(
 )
 _LIBRARY = os.path.join(os.path.realpath(sysconfig.get_paths()["stdlib"]), "")
 _INSTALLED = ("site-packages", "dist-packages")
+_TYPED = ("<stdin>", "<console>", "<ipython-input-", "<python-input-")  # what a user types has no file
 
 
 def is_structural(node: Node) -> bool:
@@ -278,7 +280,7 @@ def is_neutral(node: Node) -> bool:
 def user_line(node: Node) -> str | None:
     """``file:line`` of the innermost frame of the user's own code behind the node, if recorded.
 
-    Frames of torch and of pgraph are skipped, and so is code without a file (``<string>``).
+    Frames of torch and of pgraph are skipped, and so is code that some library made (``<string>``).
     """
     trace = node.meta.get("stack_trace") or node.stack_trace
     return user_frame(FRAME.findall(trace or ""))
@@ -293,9 +295,11 @@ def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is neither PyTorch's nor pgraph's nor Python's own."""
+    """Whether a file is neither PyTorch's nor pgraph's nor Python's own. What somebody typed has none."""
+    if path.startswith("<"):
+        return path.startswith(_TYPED) or (path == "<string>" and sys.argv[:1] == ["-c"])
     real = os.path.realpath(path)
-    if path.startswith("<") or real.startswith(_OWN_ROOTS):
+    if real.startswith(_OWN_ROOTS):
         return False
     return not real.startswith(_LIBRARY) or any(folder in real for folder in _INSTALLED)
 
