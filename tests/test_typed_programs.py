@@ -13,6 +13,7 @@ import torch
 from support import host
 
 import pgraph
+from pgraph.ops.fx import user_frame
 
 SKIPPED = """
 import torch
@@ -56,10 +57,12 @@ def test_reasons_name_the_line(name: str) -> None:
     assert f" at {name}:4" in report
 
 
-def test_what_a_library_made_is_nobodys_line() -> None:
-    """The fields of a dataclass are set by code of no file, too."""
-    host(typed(READS, "<string>")["step"])(torch.ones(2, 2))
-    assert "<string>" not in str(pgraph.report())
+@pytest.mark.parametrize(("program", "line"), [("-c", "<string>:3"), ("train.py", None)])
+def test_code_of_no_file(program: str, line: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of a dataclass are set by such code, too, which is nobody's where the program has a file."""
+    monkeypatch.setattr("sys.argv", [program])
+    assert user_frame([(torch.__file__, 9), ("<string>", 3)]) == line
+    assert user_frame([("/home/me/model.py", 17), ("<string>", 3)]) == "/home/me/model.py:17"
 
 
 @pytest.mark.parametrize("how", ["-c", "-"])

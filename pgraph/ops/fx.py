@@ -287,17 +287,19 @@ def user_line(node: Node) -> str | None:
 
 
 def user_frame(frames: Sequence[tuple[str, Any]]) -> str | None:
-    """``file:line`` of the innermost of these (path, line) frames that is the user's own."""
-    for path, line in reversed(frames):
-        if is_users(path):
-            return f"{path}:{line}"
-    return None
+    """``file:line`` of the innermost of these (path, line) frames that is the user's own. Of a program that
+    was given to ``python -c``, code without a file is the user's, where nothing else is.
+    """
+    found = [f"{path}:{line}" for path, line in frames if is_users(path)]
+    if not found and sys.argv[:1] == ["-c"]:
+        found = [f"{path}:{line}" for path, line in frames if path == "<string>"]
+    return found[-1] if found else None
 
 
 def is_users(path: str) -> bool:
     """Whether a file is neither PyTorch's nor pgraph's nor Python's own. What somebody typed has none."""
     if path.startswith("<"):
-        return path.startswith(_TYPED) or (path == "<string>" and sys.argv[:1] == ["-c"])
+        return path.startswith(_TYPED)
     real = os.path.realpath(path)
     if real.startswith(_OWN_ROOTS):
         return False
