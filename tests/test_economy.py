@@ -266,6 +266,13 @@ def test_a_server_does_not_rest_where_it_may_start(seed: int) -> None:
     assert len(program.captured) == 32
 
 
+def test_what_is_learned_from_counts_at_the_start() -> None:
+    """Six sizes: three captures to learn from take as long as may be spent, and three sizes are left."""
+    program = Program(own=5e-3, launch=1e-3, cost=0.5, computing=0.02, purse=Purse(), ops=2500)
+    program.calls_of(i % 6 for i in range(300))
+    assert program.spent <= CREDIT * program.now
+
+
 def test_who_waits_long_is_asked_less_often() -> None:
     program = Program(own=5e-3, launch=4e-3, cost=2.0)
     program.calls_of(i % 64 for i in range(10_000))
