@@ -138,9 +138,8 @@ def lengths_beside(place: Place) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
     Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
-    pieces that have begun by its mark. The reference has run each length before: what libraries set up at a
-    first sight (kernels that are loaded, 140 ms in a hundred steps on an H200) would be lost by whichever of
-    the two comes first.
+    pieces that have begun by its mark. The reference has run each length before: what libraries set up when
+    they first see one would be lost by whichever of the two comes first.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     size = place.size

@@ -25,13 +25,17 @@ import struct
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
+from typing import Final
 
 from pgraph.compute.host_memory import HostMemory
 from pgraph.template.kernel_names import leaves_words_over
 from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 
-__all__ = ["Loose", "difference", "kind_of", "loose_words"]
+__all__ = ["ENOUGH", "Loose", "difference", "kind_of", "loose_words"]
+
+ENOUGH: Final = 3
+"""Captures that must have come out as computed: two to see a number vary, and one to be sure."""
 
 _HALF = 1 << 32
 _UNKNOWN = HostMemory()

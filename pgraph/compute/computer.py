@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pgraph import compat
 from pgraph.capture.failures import may_pass
-from pgraph.compute.compare import difference
+from pgraph.compute.compare import ENOUGH, difference
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import Proved, Tools, evaluate
 from pgraph.compute.first import First, kept
@@ -30,9 +30,6 @@ from pgraph.template.template import Slot
 __all__ = ["Computer"]
 
 log = logging.getLogger(__name__)
-
-_ENOUGH: Final = 3
-"""Captures that must have come out as computed: two to see a number vary, and one to be sure."""
 
 _ROUNDS: Final = 16
 """In one go all library calls are recorded, unless the layout of a result is not known before."""
@@ -52,7 +49,7 @@ class Computer:
     """Of one partition. Called with its lock held, and with the driver's capture lock but for `covers`.
 
     Sizes are computed that lie where captures were compared: each number that the code depends on must have
-    had this value, or `_ENOUGH` others. And the inputs must be aligned as they were.
+    had this value, or `ENOUGH` others. And the inputs must be aligned as they were.
 
     Args:
         driver: where the partition is captured.
@@ -86,7 +83,7 @@ class Computer:
     @property
     def learning(self) -> bool:
         """Whether too few captures were compared so far for anything to be computed."""
-        return self._hopeless is None and self._compared < _ENOUGH
+        return self._hopeless is None and self._compared < ENOUGH
 
     @property
     def reason(self) -> str | None:
@@ -162,14 +159,14 @@ class Computer:
             return made
 
         # Each launch is compared with its own sample; later what is served.
-        alone = self._compared < _ENOUGH
+        alone = self._compared < ENOUGH
         computed, found = self._evaluated(self._script, inputs, alignments, node, alone=alone)
         padding = self._sites.padding
         told = difference(computed, found, recording, slots, padding)
         if told is not None:  # seldom, and the list of what is mapped is long
             told = difference(computed, found, recording, slots, padding, mapped())
         if told is not None:
-            trusted = self._checking and self._compared >= _ENOUGH
+            trusted = self._checking and self._compared >= ENOUGH
             log.log(
                 logging.ERROR if trusted else logging.DEBUG,
                 "a computed recording is not the captured one: %s",
@@ -192,10 +189,10 @@ class Computer:
         self._sites = Sites(self._driver)
 
     def _compared_enough(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
-        if self._compared < _ENOUGH or self._script is None or tuple(alignments) not in self._aligned:
+        if self._compared < ENOUGH or self._script is None or tuple(alignments) not in self._aligned:
             return False
         pairs = zip(self._script.tape.arguments, self._seen, strict=True)
-        return all(source.of(inputs) in seen or len(seen) >= _ENOUGH for source, seen in pairs)
+        return all(source.of(inputs) in seen or len(seen) >= ENOUGH for source, seen in pairs)
 
     def _node(self, position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
         sample = self._samples.get(event.number)

@@ -8,7 +8,7 @@ size is captured if both of these hold:
   Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
   whichever is more. Where launches have not yet saved as much, less is expected: of these calls each size
   gets its part, and the program goes on for as long as it has run. (Of 240 lengths each comes a dozen times
-  in 3,000 steps.);
+  in 3,000 steps);
 * with it, all captures of the partition together have cost no more than its launches have saved; or what the
   captures of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time
   that the program has run, with this one. So the most that a program can lose, whatever its sizes do, is
@@ -50,6 +50,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from pgraph.compute.compare import ENOUGH
 from pgraph.reasons import Reason
 from pgraph.runtime.purse import Purse
 
@@ -60,9 +61,6 @@ CREDIT: Final = 0.01
 
 _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
-
-_LESSONS: Final = 3
-"""Captures from which computing is learned."""
 
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
@@ -84,9 +82,10 @@ REST_S: Final = 0.05
 """Seconds for which a no holds at least. To look at every call made each 0.6 ms slower (60 inputs, H200)."""
 
 _REST_SHARE: Final = 0.05
-"""Of the time till there is credit. A glance takes 0.1 ms where caches are cold (H200)."""
+"""Of the time till there is credit, for which a no holds where that is longer than `REST_S`."""
 
 _REST_MOST_S: Final = 1.0
+"""But never longer than this."""
 
 _WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
 _FEW: Final = 8.0  # the latest of them
@@ -274,7 +273,7 @@ class Economy:
     def _all(self, sizes: float, computing: bool) -> float:
         """Seconds that it costs to capture so many sizes, but for those that are."""
         further = max(sizes - self._made, 0.0)
-        lessons = min(further, max(_LESSONS - self._made, 0)) if computing else 0.0
+        lessons = min(further, max(ENOUGH - self._made, 0)) if computing else 0.0
         return lessons * self._cost(False) + (further - lessons) * self._cost(computing)
 
     def _worth(self, runs: int, calls: int, cost: float, computed: bool, learning: bool) -> bool:
