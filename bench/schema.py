@@ -37,7 +37,7 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    # The last five in launch_rows.py, claims.py and sizes.py alone.
+    # The last five in launch_rows.py, launch_blocks.py, claims.py and sizes.py alone.
     "backend": (*BACKENDS, "cudagraphs", "replay", "nothing", "graphed", "pgraph-static"),
 }
 
@@ -83,6 +83,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     ),
     "claims": ("us", "nodes", "device_bytes", "host_bytes", "reserved_mb", "layers", "launched_right"),
     "launch": ("us", "least", "most", "changed"),
+    "launch-blocks": ("us", "least", "most", "issue_us"),
     "captures": ("nodes", "own_ms", "least_ms", "most_ms", "uncaptured_ms"),
     "uses": (
         "ms_per_step",

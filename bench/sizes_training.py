@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -134,12 +135,33 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
     return found
 
 
+class OwnTime:
+    """A clock in seconds, without the time of others.
+
+    Attributes:
+        others: seconds that are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.others = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self.others
+
+    def tells(self) -> None:
+        """It is pgraph's clock from now on."""
+        from pgraph.runtime import trial
+
+        trial.clock = self
+
+
 def lengths_beside(place: Place) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
     Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
     pieces that have begun by its mark. The reference has run each length before: what libraries set up when
-    they first see one would be lost by whichever of the two comes first.
+    they first see one would be lost by whichever of the two comes first. And pgraph's clock stands still
+    while the reference runs: what captures may cost is a share of the time of pgraph's own program.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     size = place.size
@@ -156,9 +178,13 @@ def lengths_beside(place: Place) -> Figures:
     marks = [*range(mark, count, mark), count]
     totals: dict[Training, list[float]] = {each: [0.0] for each in both}
     parts: list[tuple[int, float]] = []
+    clock = OwnTime()
+    if place.spec.backend == "pgraph":
+        clock.tells()
     for turn, at in enumerate(range(0, count, PIECE)):
         end = min(at + PIECE, count)
         for each in both if turn % 2 else both[::-1]:
+            began = time.perf_counter()
             timed = run(
                 place,
                 end - at,
@@ -171,6 +197,8 @@ def lengths_beside(place: Place) -> Figures:
             totals[each].append(totals[each][-1] + timed.totals_ms[-1])
             if each is mine:
                 parts += timed.parts
+            else:
+                clock.others += time.perf_counter() - began
     at_marks = {each: [sums[-(-end // PIECE)] for end in marks] for each, sums in totals.items()}
     found = result(place, Run(parts, marks, at_marks[mine]), 0, warm) | {"beside_ms": at_marks[theirs]}
     mine.compare()

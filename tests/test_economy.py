@@ -445,3 +445,27 @@ def test_what_is_seldom_called_gets_nothing_at_the_start() -> None:
         often.now += 6e-3
         often.call(rng.randrange(16))
     assert len(often.captured) == 16
+
+
+def test_what_chance_brings_twice_is_not_taken_for_frequent() -> None:
+    """Of 240 sizes, each as frequent as all others, some are looked at twice while most calls are not looked
+    at. Taken for what comes at each of these looks, such a size would seem worth a capture."""
+    rng, program = random.Random(0), Program(own=2e-3, launch=3e-4, cost=0.045, computing=0.02, ops=258)
+    program.economy._ran = 60.0  # there is credit
+    program.calls_of(rng.randrange(240) for _ in range(700))
+    assert program.launches == 0
+    assert not program.captured
+
+
+def test_hardly_any_size_that_comes_again_is_told_by_few_looks() -> None:
+    rng, program = random.Random(0), Program(own=4e-3, launch=1e-3, cost=0.05, computing=0.02, ops=258)
+    program.calls_of(rng.randrange(240) for _ in range(100))
+    assert program.looks + program.glimpses < 40
+
+
+def test_a_no_holds_longer_the_longer_a_program_has_run() -> None:
+    """A capture could be had, and no size comes often enough: most calls are not looked at."""
+    program = Program(own=1e-3, launch=2e-4, cost=0.03)
+    program.economy._ran = 60.0
+    program.calls_of(i // 2 for i in range(10000))
+    assert program.looks + program.glimpses < 170

@@ -5,10 +5,10 @@ hours, and too much for one whose sizes hardly ever come back. So once a partiti
 size is captured if both of these hold:
 
 * what it is expected to save is more than its capture costs: ``saved per launch * launches >= cost``.
-  Expected are as many launches as the size had runs, or as many as there are calls between two new sizes,
-  whichever is more. Where launches have not yet saved as much, less is expected: of these calls each size
-  gets its part, and the program goes on for as long as it has run. (Of 240 lengths each comes a dozen times
-  in 3,000 steps);
+  Expected are as many launches as the size is thought to have had calls (not all of them are looked at),
+  or as many as there are calls between two new sizes, whichever is more. Where launches have not yet
+  saved as much, less is expected: of these calls each size gets its part, and the program goes on for as
+  long as it has run. (Of 240 lengths each comes a dozen times in 3,000 steps);
 * with it, all captures of the partition together have cost no more than its launches have saved; or what the
   captures of all such partitions have cost beyond that (their *debts*) is no more than `CREDIT` of the time
   that the program has run, with this one. So the most that a program can lose, whatever its sizes do, is
@@ -26,10 +26,10 @@ usual (`_IDLE`), never more than a second, and nothing between the first ones. E
 its first requests what it saved up over night.
 
 To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
-a while (`REST_S`, or a small part of the time till there is credit): calls that no capture serves run
-uncaptured without a further look, and those that are looked at stand for them all. And where no capture could
-be had, whatever the size is, that is asked first (`Economy.unaffordable`), before a size is looked at more
-closely (`pgraph.runtime.glimpses`).
+a while (`REST_S`, or a small part of the time till there is credit, or of the time that the program has
+run): calls that no capture serves run uncaptured without a further look, and those that are looked at stand
+for them all. And where no capture could be had, whatever the size is, that is asked first
+(`Economy.unaffordable`), before a size is looked at more closely (`pgraph.runtime.glimpses`).
 
 A recording that is computed (`pgraph.compute`) costs less, and this very call is launched in the place of a
 run. If that alone pays for it, nothing can be lost. Where that is a size's first call, libraries set things
@@ -84,12 +84,16 @@ REST_S: Final = 0.05
 _REST_SHARE: Final = 0.05
 """Of the time till there is credit, for which a no holds where that is longer than `REST_S`."""
 
+_REST_RAN: Final = 0.01
+"""Of the time of the program, for which a no holds where a capture could be had, and is not worth it."""
+
 _REST_MOST_S: Final = 1.0
 """But never longer than this."""
 
 _WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
 _FEW: Final = 8.0  # the latest of them
 _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
+_LOOKS_NEW: Final = 24  # so many, where hardly any size came again: of 32 sizes eight would have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
 _IDLE: Final = 10.0  # times the shortest time between two calls; what is longer was spent waiting
 _IDLE_S: Final = 1.0  # and what is longer than this
@@ -244,7 +248,7 @@ class Economy:
         if self._computing_pays() or self._starts(now, cost, learning or computing):
             return False
         wait = self._wait(now, cost)
-        if wait > 0.0 and self._looks >= _LOOKS:
+        if wait > 0.0 and self._looks >= (_LOOKS if self._again >= _REPEATED else _LOOKS_NEW):
             self.rests_until = now + self._rest(now, wait, cost, learning or computing)
         return wait > 0.0
 
@@ -285,13 +289,16 @@ class Economy:
             launches = min(launches, float(calls)) / max(self.sizes, 1)
         elif learning or (computed and not self._computed):
             return saves > 0.0
-        came = runs * (1.0 + self._resting(calls) / max(self._looks, 1))
+        # Of the calls at which nobody looked it is expected to have had its part, by Laplace's rule of
+        # succession: of many sizes some are looked at twice by chance.
+        part = (runs + 1.0) / (self.sizes / (1.0 - share) + self._looks) if share < 1.0 else 0.0
+        came = runs + part * self._resting(calls)
         return saves * max(came, launches) >= cost and (saves > 0.0 or not learning)
 
     def _rest(self, now: float, wait: float, cost: float, computing: bool) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid for a capture."""
-        if wait <= 0.0:
-            return REST_S
+        if wait <= 0.0:  # it could be had, but sizes come too seldom: that takes as long again to change
+            return max(REST_S, min(_REST_RAN * self._ran, _REST_MOST_S))
         rest = min(wait, REST_S)
         if not self._soon(now, self._all(self.sizes, computing)):  # nor would it be if no further ones came
             rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
