@@ -1,6 +1,7 @@
 """Microseconds of a small compiled block where many are called in a row, beside what no backend can go below.
 
     python bench/launch_blocks.py                  # 48 Llama blocks 256 wide, inference, bf16
+    python bench/launch_blocks.py --mode train     # training steps of 4 such blocks, optimizer included
     python bench/launch_blocks.py --config cpu-tiny --backends nothing pgraph
 
 One process, one model; each backend compiles its blocks, and steps of all backends take turns. Rows beside
@@ -12,8 +13,9 @@ the backends:
   no guards, no wrappers, no new memory.
 
 "us" is the time of a step on the host's clock, from a drained device to a drained device, over the number
-of blocks; "issue" until its calls have returned. Both are of the blocks alone: the embedding and the head
-are left out. A step's first block gets another input each time. Results go to
+of blocks; "issue" until its calls have returned. In inference both are of the blocks alone: the embedding and
+the head are left out. A step's first block gets another input each time. In training a step is forward, loss,
+backward and AdamW on new data, and there is no ``replay``. Results go to
 ``bench/results/launch-blocks-<gpu>.json``.
 """
 
@@ -35,12 +37,17 @@ from llama import Llama
 from tabulate import tabulate
 from tasks import born
 from torch import Tensor
-from worker import Device, quantile
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from worker import Device, Spec, Trainer, quantile
 
 INPUTS = 7  # in turn
 SETTLE = 30  # steps before anything is timed
 
 Step = Callable[[Tensor], Tensor]
+CONFIGS = {"infer": "48x256", "train": "4x256"}
+BACKENDS = {"infer": ["inductor", "reduce-overhead", "pgraph", "nothing", "replay"]}
+BACKENDS["train"] = BACKENDS["infer"][:-1]
 
 
 def model_of(config: str, device: Device) -> Llama:
@@ -88,7 +95,6 @@ def steps(config: str, device: Device, backends: Sequence[str], inputs: Sequence
     plain = model_of(config, device)
     wanted = in_a_row(plain.blocks, plain.cos[:seq], plain.sin[:seq], False)(inputs[0])
     for name in backends:
-        torch._dynamo.reset()
         model = model_of(config, device)
         cos, sin = model.cos[:seq], model.sin[:seq]
         if name == "nothing":
@@ -104,6 +110,48 @@ def steps(config: str, device: Device, backends: Sequence[str], inputs: Sequence
             step = replayed(model.blocks, inputs[0], cos, sin)
         if name != "nothing":  # it gives back what the first block gave
             torch.testing.assert_close(step(inputs[0]), wanted, rtol=0.05, atol=0.05)
+        made[name] = step
+    return made
+
+
+def nothing_in_training(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """As `nothing`, but each call gives new tensors on that memory: gradients are taken over, not copied."""
+
+    def compiler(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        made: list[Any] = []
+
+        def code(args: list[Any]) -> Any:
+            if not made:
+                made.extend(graph(*args))
+            args.clear()
+            return [value.detach() if isinstance(value, Tensor) else value for value in made]
+
+        code._boxed_call = True  # type: ignore[attr-defined]
+        return code
+
+    return aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )(gm, inputs)
+
+
+def training_steps(config: str, device: Device, backends: Sequence[str]) -> dict[str, Step]:
+    """Each backend's training step, warmed up."""
+    made: dict[str, Step] = {}
+    for name in backends:
+        idle = name == "nothing"
+        trainer = Trainer(Spec(config=config, backend="eager" if idle else name), device)
+        if idle:
+            trainer.task.compile("block", backend=nothing_in_training, dynamic=False)
+        for _ in range(SETTLE):
+            trainer.step()
+        if not idle:
+            trainer.check()
+
+        def step(_: Tensor, trainer: Trainer = trainer) -> Tensor:
+            trainer.step()
+            assert trainer.last is not None
+            return trainer.last
+
         made[name] = step
     return made
 
@@ -126,7 +174,7 @@ def timed(made: dict[str, Step], inputs: Sequence[Tensor], device: Device, round
     return times
 
 
-def rows_of(times: dict[str, Any], config: str) -> list[dict[str, Any]]:
+def rows_of(times: dict[str, Any], config: str, mode: str) -> list[dict[str, Any]]:
     """A row for each backend; microseconds of one block."""
     layers = workload(config).llama.layers
     rows = []
@@ -136,7 +184,7 @@ def rows_of(times: dict[str, Any], config: str) -> list[dict[str, Any]]:
             {
                 "bench": "launch-blocks",
                 "config": config,
-                "mode": "infer",
+                "mode": mode,
                 "scope": "block",
                 "backend": name,
                 "status": "ok",
@@ -156,19 +204,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--config", choices=list(WORKLOADS), default="48x256" if on_gpu else "cpu-tiny")
-    everything = ["inductor", "reduce-overhead", "pgraph", "nothing", "replay"]
-    add("--backends", nargs="+", default=everything if on_gpu else ["nothing", "pgraph"])
+    add("--mode", choices=list(CONFIGS), default="infer")
+    add("--config", choices=list(WORKLOADS), default=None, help="default: 48x256 or 4x256; cpu-tiny on a CPU")
+    add("--backends", nargs="+", default=None)
     add("--rounds", type=int, default=100, help="steps of each backend that are timed")
     add("--out", default=None, help="JSON file or folder for the results")
     args = parser.parse_args(argv)
-    device, load = Device("auto"), workload(args.config)
+    device = Device("auto")
+    config = args.config or (CONFIGS[args.mode] if on_gpu else "cpu-tiny")
+    backends = args.backends or (BACKENDS[args.mode] if on_gpu else ["nothing", "pgraph"])
+    torch._dynamo.config.recompile_limit = 8 * len(backends)  # they share the blocks' code
+    load = workload(config)
     dtype = torch.bfloat16 if device.on_gpu else torch.float32
     shape = (load.batch, load.seq, load.llama.dim)
     inputs = [torch.randn(shape, device=device.torch, dtype=dtype) for _ in range(INPUTS)]
-    with torch.no_grad():
-        made = steps(args.config, device, args.backends, inputs)
-        rows = rows_of(timed(made, inputs, device, args.rounds), args.config)
+    if args.mode == "train":
+        times = timed(training_steps(config, device, backends), inputs, device, args.rounds)
+    else:
+        with torch.no_grad():
+            times = timed(steps(config, device, backends, inputs), inputs, device, args.rounds)
+    rows = rows_of(times, config, args.mode)
     shown = [{key: row[key] for key in ("backend", "us", "least", "most", "issue_us")} for row in rows]
     print(tabulate(shown, headers="keys", floatfmt=".1f", tablefmt="github"))
     header = schema.environment(cpu=not on_gpu)
