@@ -2,6 +2,7 @@
 
     python bench/equality.py                                        # 4x256 on a GPU, cpu-tiny on a CPU
     python bench/equality.py --config 16x1024 --scope model --steps 200 --deterministic
+    python bench/equality.py --sizes --steps 500 --scope model --deterministic --mode infer
     python bench/equality.py --config cpu-tiny --candidate aot_eager --reference eager   # without pgraph
 
 Three copies of one model in one process: the reference (Inductor), its twin (the same code again, at other
@@ -14,6 +15,10 @@ follows.
 
 The addresses move on purpose: the candidate's parameters are cloned to new addresses every few steps, and a
 seeded shaker allocates filler tensors of random sizes and lifetimes between and inside the steps.
+
+With ``--sizes`` each step has another batch and length, at random, and all is compiled once for all sizes
+(``dynamic=True``). pgraph captures whatever comes, or computes it: a run with fewer launches than half of its
+partitions' calls fails, since it would prove little.
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", choices=list(WORKLOADS), default="4x256" if on_gpu else "cpu-tiny")
     add("--scope", choices=["block", "model"], default="block")
+    add("--mode", choices=["train", "infer"], default="train")
+    add("--sizes", action="store_true", help="a batch and a length at random for each step, compiled once")
     add("--steps", type=int, default=200)
     add("--warmup", type=int, default=10, help="steps after which no further capture may happen")
     add("--move-every", type=int, default=3, help="steps between moves of the candidate's parameters")
@@ -175,17 +182,20 @@ class Copy:
             compile_blocks(self.model, scope, **kwargs)
         self.addresses: dict[str, set[int]] = {}
 
-    def step(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Forward and backward; every output and gradient by name."""
-        loss, logits, *hidden = self.model(tokens, targets, collect=True)
-        loss.backward()
+    def step(self, tokens: Tensor, targets: Tensor, training: bool = True) -> dict[str, Tensor]:
+        """Forward, and backward in training; every output and gradient by name."""
+        with torch.set_grad_enabled(training):
+            loss, logits, *hidden = self.model(tokens, targets, collect=True)
         found = {"loss": loss.detach(), "logits": logits.detach()}
         found |= {f"output of block {i}": x.detach() for i, x in enumerate(hidden)}
+        if training:
+            loss.backward()
         for name, weight in self.model.named_parameters():
-            assert weight.grad is not None, f"{name} has no gradient"
-            found[f"gradient of {name}"] = weight.grad
             self.see(f"parameter {name}", weight)
-            weight.grad = None
+            if training:
+                assert weight.grad is not None, f"{name} has no gradient"
+                found[f"gradient of {name}"] = weight.grad
+                weight.grad = None
         for name, tensor in found.items():
             self.see(name, tensor)
         return found
@@ -208,6 +218,51 @@ class Copy:
                 mine.copy_(theirs)
 
 
+class Shapes:
+    """Batch and length of each step.
+
+    Args:
+        load: the largest.
+        vary: whether they are drawn at random; batches of 2 on, for Dynamo compiles 1 apart. The first sizes
+            come again and again: from captures of three, others are computed.
+    """
+
+    AGAIN = 6
+    ROUNDS = 4
+    BATCHES = (2, 8)
+
+    def __init__(self, load: Workload, vary: bool, seed: int) -> None:
+        self._fixed = None if vary else (load.batch, load.seq)
+        self._random, self._longest = random.Random(seed), load.seq
+        self._drawn: list[tuple[int, int]] = []
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Of this step; steps are asked for in order."""
+        if self._fixed is not None:
+            return self._fixed
+        if self.AGAIN <= step < self.AGAIN * self.ROUNDS:
+            return self._drawn[step % self.AGAIN]
+        length = self._random.randint(2, self._longest)
+        if step < self.AGAIN:  # Inductor's code for multiples of 8 is another
+            length = length // 8 * 8 + 8 * (length < 8) - step % 2
+        self._drawn.append((self._random.randint(*self.BATCHES), length))
+        return self._drawn[-1]
+
+    @property
+    def distinct(self) -> int:
+        return len(set(self._drawn)) or 1
+
+
+def kwargs_of(args: argparse.Namespace, backend: str, device: torch.device) -> dict[str, Any] | None:
+    """How to compile a copy; None for eager."""
+    kwargs = compile_kwargs(backend, device, args.driver, args.codegen)
+    if kwargs is not None and args.sizes:
+        kwargs["dynamic"] = True
+        if backend == "pgraph":
+            kwargs["options"] |= {"step_aside": False}
+    return kwargs
+
+
 def captures() -> int | None:
     """pgraph's captures so far; None without pgraph."""
     report = pgraph_report()
@@ -227,12 +282,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     load = workload(args.config)
 
     torch.manual_seed(args.seed)
-    reference_kwargs = compile_kwargs(reference_name, device, args.driver, args.codegen)
+    reference_kwargs = kwargs_of(args, reference_name, device)
     reference = Copy(load, device, args.scope, reference_kwargs)
     twin = Copy(load, device, args.scope, reference_kwargs)
-    candidate = Copy(
-        load, device, args.scope, compile_kwargs(args.candidate, device, args.driver, args.codegen)
-    )
+    candidate = Copy(load, device, args.scope, kwargs_of(args, args.candidate, device))
     optimizer = torch.optim.AdamW(reference.model.parameters(), lr=args.lr, fused=device.type == "cuda")
     twin.load_from(reference)
     candidate.load_from(reference)
@@ -245,18 +298,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     overwritten: str | None = None
     captures_warm = None
     losses: list[Tensor] = []
+    shapes, training = Shapes(load, args.sizes, args.seed), args.mode == "train"
     for step in range(args.steps):
         if step == args.warmup:
             captures_warm = captures()
         if step and step % args.move_every == 0:
             candidate.move()
-        shape = (2, load.batch, load.seq)
+        shape = (2, *shapes.at(step))
         tokens, targets = torch.randint(load.llama.vocab, shape, generator=stream, device=device)
-        first = reference.step(tokens, targets)
-        second = twin.step(tokens, targets)
+        first = reference.step(tokens, targets, training)
+        second = twin.step(tokens, targets, training)
         shaker.shake()
         # A copy of its own, so that the candidate's tokens move too.
-        third = candidate.step(tokens.clone(), targets.clone())
+        third = candidate.step(tokens.clone(), targets.clone(), training)
         for label, tensor, copy in kept:
             if not same_bits(tensor, copy):
                 overwritten = overwritten or f"step {step}: {label} of the step before was overwritten"
@@ -265,6 +319,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             compare(verdicts.setdefault(label, Verdict()), label, step, trio)
         kept = [(label, tensor, tensor.clone()) for label, tensor in third.items()]
         losses.append(first["loss"])
+        if not training:
+            continue
         gradients = {label: tensor for label, tensor in first.items() if label.startswith("gradient of ")}
         for parameter, weight in reference.model.named_parameters():
             weight.grad = gradients[f"gradient of {parameter}"]
@@ -281,15 +337,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         failures.append(overwritten)
     if parameter_moves < 2 and args.steps > args.move_every:
         failures.append("a parameter of the candidate kept its address: the run proves nothing about moving")
-    if captures_warm is not None and captures_end != captures_warm:
+    report = pgraph_report() if args.candidate == "pgraph" else None
+    if args.sizes and report is not None:
+        uncaptured = sum(p.uncaptured_runs for p in report.capturable)
+        if report.launches < uncaptured:
+            failures.append(f"{report.launches} launches and {uncaptured} uncaptured runs prove little")
+    elif captures_warm is not None and captures_end != captures_warm:
         failures.append(f"captures grew from {captures_warm} to {captures_end} after {args.warmup} steps")
     # Steps sort by number, so that the first difference in time is the one reported.
     failures.sort(key=lambda text: int(text.split()[1][:-1]) if text.startswith("step ") else args.steps)
-    report = pgraph_report() if args.candidate == "pgraph" else None
     return {
         "bench": "equality",
-        "config": args.config,
-        "mode": "train",
+        "config": args.config + ("-sizes" if args.sizes else ""),
+        "mode": args.mode,
         "scope": args.scope,
         "backend": args.candidate,
         "reference": reference_name,
@@ -307,6 +367,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "fewest_addresses_of_a_parameter": parameter_moves,
         "captures_warm": captures_warm,
         "captures_end": captures_end,
+        "sizes": shapes.distinct,
         "first_loss": losses[0].item(),
         "final_loss": losses[-1].item(),
         "summary": report.summary() if report is not None else None,
