@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
-from support_fuzz import MANY_SIZES, SIZES, Program, check, programs
+from support_fuzz import MANY_SIZES, SIZES, Input, Program, check, programs
 
 import pgraph
 
@@ -67,3 +68,16 @@ def test_programs_whose_sizes_are_computed(inductor_cache: object) -> None:
 
     one()
     assert computed, "no recording was ever computed"
+
+
+def test_what_is_drawn_must_be_what_eager_or_pytorch_alone_draws() -> None:
+    given = Input(name="x0", shape=("N", 6), dtype="float32", layout="plain", shares=None)
+    lines = ("v1 = torch.nn.functional.dropout(x0, 0.5)",)
+    program = Program(inputs=(given,), lines=lines, outputs=("v1",), backward=False, dynamic=None)
+
+    def wrong(fn: Any, dynamic: bool | None) -> Any:
+        return lambda x: (fn(x)[0] * 1.001,)
+
+    assert check(program)
+    with pytest.raises(AssertionError, match="call 0, tensor 0"):
+        check(program, compiled=(wrong,))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_helpers import compile_pgraph
 from hypothesis import HealthCheck, assume, given, seed, settings
-from support_fuzz import MANY_SIZES, Program, check, programs
+from support_fuzz import MANY_SIZES, Input, Program, check, programs
 
 import pgraph
 
@@ -51,6 +51,15 @@ def test_programs(shard: int) -> None:
 
     one()
     assert launches, "nothing was ever launched"
+
+
+def test_what_is_drawn_where_alignment_decides_is_what_pytorch_draws() -> None:
+    """Eager drops elements of `x0`, which lies at an odd place, one by one; any compiled program those of a
+    tensor of its own, by vectors."""
+    x0 = Input(name="x0", shape=("N", 6), dtype="float32", layout="offset", shares=None)
+    lines = ("x0.add_(x0)", "v1 = torch.nn.functional.dropout(x0, 0.5)", "v2 = x0.sin()")
+    program = Program(inputs=(x0,), lines=lines, outputs=("x0", "v1", "v2"), backward=False, dynamic=None)
+    assert not check(program, "aten", "cuda", (_on_gpu,))
 
 
 def test_programs_whose_sizes_are_computed() -> None:
