@@ -32,7 +32,7 @@ import schema
 import torch
 from backends import compile_kwargs
 from configs import WORKLOADS, workload
-from launch_rows import nothing
+from launch_rows import computed_once, nothing
 from llama import Llama
 from tabulate import tabulate
 from tasks import born
@@ -116,19 +116,7 @@ def steps(config: str, device: Device, backends: Sequence[str], inputs: Sequence
 
 def nothing_in_training(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """As `nothing`, but each call gives new tensors on that memory: gradients are taken over, not copied."""
-
-    def compiler(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        made: list[Any] = []
-
-        def code(args: list[Any]) -> Any:
-            if not made:
-                made.extend(graph(*args))
-            args.clear()
-            return [value.detach() if isinstance(value, Tensor) else value for value in made]
-
-        code._boxed_call = True  # type: ignore[attr-defined]
-        return code
-
+    compiler = computed_once(lambda made: [v.detach() if isinstance(v, Tensor) else v for v in made])
     return aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )(gm, inputs)

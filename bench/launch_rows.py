@@ -108,8 +108,12 @@ class Work:
         return on_fast_cores(group, groups)
 
 
-def nothing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
-    """A backend whose code computes its results once."""
+def computed_once(again: Callable[[list[Any]], Any]) -> Any:
+    """A compiler whose code computes its results at its first call.
+
+    Args:
+        again: what each call gives of them.
+    """
 
     def compiler(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         made: list[Any] = []
@@ -118,11 +122,17 @@ def nothing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
             if not made:
                 made.extend(graph(*args))
             args.clear()
-            return made
+            return again(made)
 
         code._boxed_call = True  # type: ignore[attr-defined]
         return code
 
+    return compiler
+
+
+def nothing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
+    """A backend whose code computes its results once."""
+    compiler = computed_once(lambda made: made)
     return aot_autograd(fw_compiler=compiler, inference_compiler=compiler)(gm, inputs)
 
 
