@@ -222,9 +222,10 @@ class Shapes:
     """Batch and length of each step.
 
     Args:
-        load: the largest.
+        load: without `vary` its own, with it no longer ones.
         vary: whether they are drawn at random; batches of 2 on, for Dynamo compiles 1 apart. The first sizes
-            come again and again: from captures of three, others are computed.
+            come again and again, half of them multiples of 8, for which Inductor's code is another: from
+            captures of three, others are computed.
     """
 
     AGAIN = 6
@@ -243,8 +244,8 @@ class Shapes:
         if self.AGAIN <= step < self.AGAIN * self.ROUNDS:
             return self._drawn[step % self.AGAIN]
         length = self._random.randint(2, self._longest)
-        if step < self.AGAIN:  # Inductor's code for multiples of 8 is another
-            length = length // 8 * 8 + 8 * (length < 8) - step % 2
+        if step < self.AGAIN:
+            length = max(length // 8, 1) * 8 - step % 2
         self._drawn.append((self._random.randint(*self.BATCHES), length))
         return self._drawn[-1]
 

@@ -4,8 +4,8 @@
     python bench/launch_blocks.py --mode train     # training steps of 4 such blocks, optimizer included
     python bench/launch_blocks.py --config cpu-tiny --backends nothing pgraph
 
-One process, one model; each backend compiles its blocks, and steps of all backends take turns. Rows beside
-the backends:
+One process; each backend compiles the blocks of a model of its own with the same weights, and steps of all
+backends take turns. Rows beside the backends:
 
 - ``nothing``: a backend whose code gives back the same tensors at every call. What its calls take is torch's
   own: the module's call, Dynamo's guards, AOTAutograd's wrappers.
@@ -71,10 +71,10 @@ def in_a_row(blocks: Sequence[Any], cos: Tensor, sin: Tensor, mark: bool) -> Ste
     return step
 
 
-def replayed(step_of: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor) -> Step:
+def replayed(blocks: Sequence[Any], x: Tensor, cos: Tensor, sin: Tensor) -> Step:
     """A graph for each block, each reading what the one before has written."""
     graphs = []
-    for block in step_of:
+    for block in blocks:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             x = block(x, cos, sin)

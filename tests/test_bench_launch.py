@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 
 
@@ -56,6 +58,18 @@ def test_rows_and_growth(tmp_path: pathlib.Path) -> None:
     floor = {row["config"]: row["us"] for row in rows if row["backend"] == "nothing"}
     assert all(floor[config] < row["us"] for config, row in found.items()), "the least that torch takes"
     assert (tmp_path / "launch-cpu.svg").exists()
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_blocks_beside_nothing(tmp_path: pathlib.Path, mode: str) -> None:
+    command = [sys.executable, str(BENCH / "launch_blocks.py"), "--mode", mode, "--rounds", "3"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "launch-blocks-cpu.json").read_text())["rows"]
+    found = {row["backend"]: row for row in rows}
+    assert [(row["mode"], row["config"]) for row in rows] == [(mode, "cpu-tiny")] * 2
+    assert 0 < found["nothing"]["us"] < found["pgraph"]["us"], "the least that torch takes"
+    assert all(0 < row["issue_us"] <= row["us"] <= row["most"] for row in rows)
 
 
 def test_captures_by_part(tmp_path: pathlib.Path) -> None:

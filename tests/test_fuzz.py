@@ -6,11 +6,13 @@ PGRAPH_FUZZ_PROGRAMS=2000 python -m pytest tests/test_fuzz.py       # as many as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import support_fuzz
 import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
 from support_fuzz import MANY_SIZES, SIZES, Input, Program, check, programs
@@ -70,14 +72,38 @@ def test_programs_whose_sizes_are_computed(inductor_cache: object) -> None:
     assert computed, "no recording was ever computed"
 
 
-def test_what_is_drawn_must_be_what_eager_or_pytorch_alone_draws() -> None:
+def drawing() -> Program:
     given = Input(name="x0", shape=("N", 6), dtype="float32", layout="plain", shares=None)
     lines = ("v1 = torch.nn.functional.dropout(x0, 0.5)",)
-    program = Program(inputs=(given,), lines=lines, outputs=("v1",), backward=False, dynamic=None)
+    return Program(inputs=(given,), lines=lines, outputs=("v1",), backward=False, dynamic=None)
 
+
+def test_what_is_drawn_must_be_what_eager_or_pytorch_alone_draws() -> None:
     def wrong(fn: Any, dynamic: bool | None) -> Any:
         return lambda x: (fn(x)[0] * 1.001,)
 
-    assert check(program)
+    assert check(drawing())
     with pytest.raises(AssertionError, match="call 0, tensor 0"):
-        check(program, compiled=(wrong,))
+        check(drawing(), compiled=(wrong,))
+
+
+def test_every_call_is_compared_where_eager_draws_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where eager draws other numbers: each call is compared with what PyTorch compiles."""
+    program, real, made = drawing(), support_fuzz.run, []
+    eager = program.function()
+
+    def run(program: Program, fn: Any, *args: Any) -> Any:
+        found = real(program, fn, *args)
+        return [found[0] + 1.0, *found[1:]] if fn is eager else found
+
+    def wrong_at_last(fn: Any, dynamic: bool | None) -> Any:
+        right, calls = torch.compile(fn, backend="aot_eager"), itertools.count(1)
+        made.append(calls)
+        return lambda x: (right(x)[0] * (1.001 if next(calls) == len(SIZES) else 1.0),)
+
+    monkeypatch.setattr(support_fuzz, "run", run)
+    monkeypatch.setattr(Program, "function", lambda self: eager)
+    assert check(program)
+    with pytest.raises(AssertionError, match=f"call {len(SIZES) - 1}, tensor 0"):
+        check(program, compiled=(wrong_at_last,))
+    assert len(made) == 2

@@ -59,7 +59,10 @@ def test_what_is_drawn_where_alignment_decides_is_what_pytorch_draws() -> None:
     x0 = Input(name="x0", shape=("N", 6), dtype="float32", layout="offset", shares=None)
     lines = ("x0.add_(x0)", "v1 = torch.nn.functional.dropout(x0, 0.5)", "v2 = x0.sin()")
     program = Program(inputs=(x0,), lines=lines, outputs=("x0", "v1", "v2"), backward=False, dynamic=None)
-    assert not check(program, "aten", "cuda", (_on_gpu,))
+    torch._dynamo.reset()
+    pgraph.reset()
+    assert check(program, "aten", "cuda", (_on_gpu,))
+    assert pgraph.report().launches, "what is not drawn was never launched"
 
 
 def test_programs_whose_sizes_are_computed() -> None:
