@@ -16,9 +16,10 @@ import torch
 from pgraph.capture.culprit import arguments_of, dispatch_of, numbered
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.capture.parts import RECORDED_IN_PARTS, in_parts, joined
-from pgraph.compat import UnwrappedMode, counter_of, forget_storage, lazily, storage_is_gone, weak_storage
+from pgraph.compat import UnwrappedMode, forget_storage, lazily, storage_is_gone
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
+from pgraph.native import ghosts
 from pgraph.ops.fx import VIEWS, flat_values, is_builtin, is_custom, op_name
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
@@ -79,8 +80,9 @@ class Recorder(UnwrappedMode):
     Note [Only orphans are asked]
     A range is dead when its storage is. To ask all living storages at each op takes time that grows with
     the square of the ops. A storage cannot die before the tensor object that it was first seen in, so only
-    those whose object is gone are asked (views may keep their storages). One that gave its storage away
-    while it lived (``set_``) is never asked: its range then lives to the end, which is safe.
+    those whose object is gone are asked (views may keep their storages), in one call: a forward may return
+    views of all that it saves. One that gave its storage away while it lived (``set_``) is never asked: its
+    range then lives to the end, which is safe.
 
     Args:
         session: a capture that has just begun.
@@ -91,13 +93,15 @@ class Recorder(UnwrappedMode):
         super().__init__()
         self._session = session
         self._arena = session.arena
+        self._calls = ghosts.calls()
         self._like = like
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
         self.counters: list[torch.Tensor] = []  # of the inputs
         self._alive: dict[int, GhostRange] = {}  # by storage
-        self._orphans: list[_Watcher] = []
-        self._watchers: list[_Watcher] = []  # they report orphans for as long as they live
+        self._lost: list[_Watcher] = []  # objects that are gone since the last boundary
+        self._orphans: dict[int, GhostRange] = {}  # by storage
+        self._watchers: list[_Watcher] = []  # they report for as long as they live
         self._known: dict[int, GhostRange] = {}
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
@@ -182,18 +186,18 @@ class Recorder(UnwrappedMode):
         ghost = self._arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
-        self._watch(ghost, ghost.untyped_storage(), address, nbytes, birth=0)
+        self._watch(ghost, address, nbytes, birth=0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
-        self.counters.append(counter_of(ghost))
+        self.counters.append(self._calls.counter_of(ghost))
         return ghost
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What a generated module gets for `torch.empty_strided`."""
         birth = self.boundary()
         ghost = self._arena.empty_strided(size, stride, dtype)
-        storage = ghost.untyped_storage()  # the address of an empty tensor is 0, its storage's is not
-        self._watch(ghost, storage, storage.data_ptr(), storage.nbytes(), birth)
+        _, address, nbytes = self._calls.storage_of(ghost)  # the address of an empty tensor is 0, this is not
+        self._watch(ghost, address, nbytes, birth)
         return ghost
 
     def boundary(self, count: int | None = None) -> int:
@@ -208,22 +212,20 @@ class Recorder(UnwrappedMode):
         if count != self._count or position != self._position:
             self._count, self._position = count, position
             self._marks.append((position, count))
+        while self._lost:
+            r = self._lost.pop().range
+            assert r.owner is not None
+            self._orphans[r.owner] = r
         if self._orphans:
             self._note_deaths(count)
         return count
 
     def _note_deaths(self, count: int) -> None:
-        kept = []
-        for watcher in self._orphans:
-            r = watcher.range
-            assert r.owner is not None
-            if storage_is_gone(r.owner):
-                r.death = count
-                del self._alive[r.owner]
-                self._known.pop(r.address, None)
-            else:
-                kept.append(watcher)
-        self._orphans[:] = kept  # in place: the watchers add to it
+        for owner in self._calls.gone_among(self._orphans):
+            r = self._orphans.pop(owner)
+            r.death = count
+            del self._alive[owner]
+            self._known.pop(r.address, None)
 
     def steps(self, order: Topology) -> tuple[int, ...]:
         """Counts of nodes at the boundaries that are joins."""
@@ -253,24 +255,22 @@ class Recorder(UnwrappedMode):
                 self._adopt(leaf, birth)
 
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._alive:
+        storage, address, nbytes = self._calls.storage_of(tensor)
+        if storage in self._alive:
             return  # a view, an argument, an alias of an input: its storage may begin before its range
-        address, nbytes, arena = storage.data_ptr(), storage.nbytes(), self._arena
+        arena = self._arena
         if nbytes == 0 and tensor.device == arena.device:
-            self._watch(tensor, storage, arena.take(0), 0, birth)  # allocators give no address
+            self._watch(tensor, arena.take(0), 0, birth)  # allocators give no address
         elif arena.low <= address < arena.high and address not in self._known:
-            self._watch(tensor, storage, address, nbytes, birth)
+            self._watch(tensor, address, nbytes, birth)
 
-    def _watch(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int, nbytes: int, birth: int
-    ) -> None:
-        owner = weak_storage(storage)
+    def _watch(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
+        owner = self._calls.weak_storage_of(tensor)
         r = GhostRange(address, nbytes, birth, self._arena.guard, owner)
         self.ranges.append(r)
         self._alive[owner] = self._known[address] = r
         # No reference to the recorder itself: a circle would keep it, with the collector off.
-        watcher = _Watcher(tensor, self._orphans.append)
+        watcher = _Watcher(tensor, self._lost.append)
         watcher.range = r
         self._watchers.append(watcher)
 

@@ -24,6 +24,7 @@ from pgraph.drivers.execs import Exec, Recipe
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
+from pgraph.native import ghosts
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
@@ -143,10 +144,8 @@ class Arena(abc.ABC):
         """
         before = storage_offset * dtype.itemsize
         nbytes = before + extent(size, stride) * dtype.itemsize
-        storage = torch._C._construct_storage_from_data_pointer(address - before, self.device, nbytes)
-        # This is no op of the program: no dispatch mode may see it.
-        with torch._C._DisableTorchDispatch():
-            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, storage_offset, size, stride)
+        device = self.device.index if self.device.type == "cuda" else -1
+        return ghosts.calls().ghost(address - before, nbytes, device, size, stride, dtype, storage_offset)
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh ghost tensor, in place of `torch.empty_strided`."""

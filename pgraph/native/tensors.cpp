@@ -1,9 +1,10 @@
-/* Tensors for the launches of `launch.c`: what PyTorch's Python functions do for it, without a Python call, the
- * reading of tuples and a further call for the address. PyTorch's own allocator and its own tensors, so that
- * nobody can tell them from those of `empty_strided`.
+/* Tensors in one call, where PyTorch's Python functions take several: PyTorch's own, so that nobody can tell
+ * them from those that Python makes.
  *
- * Where a function returns NULL there is no Python error: the caller asks the Python function, whose error says
- * what was wrong. */
+ * pg_scalar_type, pg_empty, pg_alias: results of the launches of `launch.c`, from PyTorch's own allocator. Where
+ * one returns NULL there is no Python error: the caller asks the Python function, whose error says what was wrong.
+ *
+ * pg_ghost_functions: Python functions for captures, as `pgraph/native/ghosts.py` tells of them. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <vector>
 
 /* From torch/csrc/autograd/python_variable.h, which would take ten times as long to compile. */
 TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& var);
@@ -84,4 +86,167 @@ extern "C" PyObject* pg_alias(
         PyErr_Clear();
         return nullptr;
     }
+}
+
+namespace {
+
+/* Where a tensor's Python object holds the C++ tensor, and the class of its implementation (Note [Handles in place]
+ * in `launch.c`). */
+int64_t handle_offset;
+uint64_t handle_class;
+PyObject* others[3]; /* what serves a tensor of another class: see pg_ghost_functions */
+
+const at::TensorBase* held(PyObject* tensor)
+{
+    const char* place = reinterpret_cast<const char*>(tensor) + handle_offset;
+    const uint64_t* implementation = *reinterpret_cast<uint64_t* const*>(place);
+    const bool known = implementation != nullptr && *implementation == handle_class;
+    return known ? reinterpret_cast<const at::TensorBase*>(place) : nullptr;
+}
+
+c10::Device device_at(int64_t index)
+{
+    return index < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
+/* A tensor without elements, on memory that it does not own. */
+at::TensorBase empty_handed(void* address, size_t nbytes, c10::Device device, caffe2::TypeMeta dtype)
+{
+    c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(address, device));
+    const auto key = device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+    return at::detail::make_tensor_base<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
+}
+
+/* Its storage; NULL if it has none, or is no plain tensor. */
+c10::StorageImpl* storage_in(PyObject* tensor)
+{
+    const at::TensorBase* t = held(tensor);
+    return t != nullptr && t->has_storage() ? t->storage().unsafeGetStorageImpl() : nullptr;
+}
+
+PyObject* storage_of(PyObject*, PyObject* tensor)
+{
+    const c10::StorageImpl* s = storage_in(tensor);
+    if (s == nullptr)
+        return PyObject_CallOneArg(others[0], tensor);
+    const auto address = reinterpret_cast<uint64_t>(s->data());
+    return Py_BuildValue("KKn", reinterpret_cast<uint64_t>(s), address, static_cast<Py_ssize_t>(s->nbytes()));
+}
+
+PyObject* weak_storage_of(PyObject*, PyObject* tensor)
+{
+    c10::StorageImpl* s = storage_in(tensor);
+    if (s == nullptr)
+        return PyObject_CallOneArg(others[1], tensor);
+    return PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(s));
+}
+
+PyObject* counter_of(PyObject*, PyObject* tensor)
+{
+    const at::TensorBase* t = held(tensor);
+    if (t == nullptr || t->is_inference() || c10::InferenceMode::is_enabled())
+        return PyObject_CallOneArg(others[2], tensor);
+    try {
+        at::TensorBase made = empty_handed(nullptr, 0, t->device(), t->dtype());
+        made.unsafeGetTensorImpl()->set_version_counter(t->unsafeGetTensorImpl()->version_counter());
+        return THPVariable_Wrap(made);
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }
+}
+
+PyObject* gone_among(PyObject*, PyObject* owners)
+{
+    PyObject *gone = PyList_New(0), *owner = nullptr, *value = nullptr;
+    Py_ssize_t at = 0;
+    if (gone == nullptr || !PyDict_Check(owners)) {
+        PyErr_SetString(PyExc_TypeError, "gone_among() takes a dict");
+        Py_XDECREF(gone);
+        return nullptr;
+    }
+    while (PyDict_Next(owners, &at, &owner, &value)) {
+        auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(owner));
+        const bool failed = storage == nullptr || (c10::raw::weak_intrusive_ptr::use_count(storage) == 0 &&
+                                                   PyList_Append(gone, owner) != 0);
+        if (failed) {
+            if (PyErr_Occurred() == nullptr)
+                PyErr_SetString(PyExc_ValueError, "0 is no weak reference");
+            Py_DECREF(gone);
+            return nullptr;
+        }
+    }
+    return gone;
+}
+
+bool numbers(PyObject* sequence, std::vector<int64_t>& found)
+{
+    PyObject* fast = PySequence_Fast(sequence, "a tensor's sizes and strides are sequences");
+    if (fast == nullptr)
+        return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); i++)
+        found.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast, i)));
+    Py_DECREF(fast);
+    return PyErr_Occurred() == nullptr;
+}
+
+/* (address, bytes, device: -1 for the CPU, size, stride, dtype, offset in elements) */
+PyObject* ghost(PyObject*, PyObject* const* args, Py_ssize_t count)
+{
+    if (count != 7 || !THPDtype_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "ghost() takes an address, bytes, a device, sizes, strides, a dtype, an offset");
+        return nullptr;
+    }
+    std::vector<int64_t> size, stride;
+    const auto address = PyLong_AsUnsignedLongLong(args[0]);
+    const auto nbytes = PyLong_AsSize_t(args[1]);
+    const auto device = PyLong_AsLongLong(args[2]);
+    const auto offset = PyLong_AsLongLong(args[6]);
+    if (PyErr_Occurred() != nullptr || !numbers(args[3], size) || !numbers(args[4], stride))
+        return nullptr;
+    try {
+        const auto dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(args[5])->scalar_type);
+        at::TensorBase made =
+            empty_handed(reinterpret_cast<void*>(address), nbytes, device_at(device), dtype);
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+        return THPVariable_Wrap(made);
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }
+}
+
+PyMethodDef ghost_functions[] = {
+    {"ghost", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ghost)), METH_FASTCALL, nullptr},
+    {"storage_of", storage_of, METH_O, nullptr},
+    {"weak_storage_of", weak_storage_of, METH_O, nullptr},
+    {"counter_of", counter_of, METH_O, nullptr},
+    {"gone_among", gone_among, METH_O, nullptr},
+};
+
+} // namespace
+
+/* The functions of ghosts.py that C++ has, in its order.
+ *
+ * offset, implementation: see `held`.
+ * storage, weak, counter: the Python functions that do the same of any tensor. */
+extern "C" PyObject* pg_ghost_functions(
+    int64_t offset, uint64_t implementation, PyObject* storage, PyObject* weak, PyObject* counter)
+{
+    constexpr Py_ssize_t count = sizeof ghost_functions / sizeof *ghost_functions;
+    handle_offset = offset;
+    handle_class = implementation;
+    others[0] = Py_NewRef(storage);
+    others[1] = Py_NewRef(weak);
+    others[2] = Py_NewRef(counter);
+    PyObject* made = PyTuple_New(count);
+    for (Py_ssize_t i = 0; made != nullptr && i < count; i++) {
+        PyObject* function = PyCFunction_New(&ghost_functions[i], nullptr);
+        if (function == nullptr) {
+            Py_DECREF(made);
+            return nullptr;
+        }
+        PyTuple_SET_ITEM(made, i, function);
+    }
+    return made;
 }

@@ -21,7 +21,7 @@ from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import check
 from pgraph.drivers.interface import ALIGNMENT, UNIT, Arena, further, next_start
 from pgraph.errors import DriverError
-from pgraph.native import libraries
+from pgraph.native import ghosts, libraries
 from pgraph.native.structs import ArenaState
 
 __all__ = ["CudaArena", "GhostPools", "unlimited"]
@@ -55,6 +55,7 @@ class CudaArena(Arena):
     stream: int | None = None
 
     def __init__(self, device: torch.device, layout: int) -> None:
+        ghosts.calls()  # a compiler may have to run for it: now, and not within a capture
         self._device = device
         self._layout = layout
         self._direct = 0

@@ -134,7 +134,7 @@ class CudaSession(Session):
             before = found
         workspaces.drop(self._stream.cuda_stream, self.arena)
         kept = {h.address for h in read_trace(self.arena, self._pools.latest, before) if not h.freed}
-        return [dataclasses.replace(h, kept=h.address in kept) for h in found]
+        return [dataclasses.replace(h, kept=True) if h.address in kept else h for h in found]
 
     def close(self) -> None:
         """End a capture that went wrong, and leave nothing of it behind."""
