@@ -12,7 +12,8 @@
 * ``sleep``: inference, and weights that are released and come back elsewhere. `first_ms` is the first call
   after waking, `ms_per_step` a warm one; `asleep_mb` is what PyTorch's allocator holds meanwhile, its cache
   emptied. `first_device_allocations`: how often that first call asks the device for memory;
-  `first_ready_ms`: one whose memory had been asked for before.
+  `first_ready_ms`: one whose memory had been asked for before. With ``--backends replay``: a graph again,
+  whose weights stay where they are and are only written anew.
 * ``diffusion``: a denoising step of a video transformer whose repeated blocks are compiled.
 
 `captures_warm` and `captures_end` count recordings: pgraph's captures, or what CUDA graph trees record. Each
@@ -40,6 +41,7 @@ PROGRAM = Path(__file__).resolve().with_name("uses_worker.py")
 BATCHES = (1, 8)
 # Without graphs and with, in turn.
 BACKENDS = ("eager", "inductor", "reduce-overhead", "pgraph")
+REPLAYED = ("generate", "sleep")
 
 Row = dict[str, Any]
 
@@ -48,7 +50,7 @@ def specs(use: str, backend: str, args: argparse.Namespace) -> Iterator[tuple[st
     """(config, settings) of the rows of a use."""
     told = {"size": args.size, "device": args.device, "driver": args.driver, "codegen": args.codegen}
     size = SIZES[args.size]
-    if backend == "replay" and use != "generate":
+    if backend == "replay" and use not in REPLAYED:
         return
     if use == "generate":
         for batch in args.batches:

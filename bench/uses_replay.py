@@ -1,4 +1,4 @@
-"""Decoding by `torch.cuda.CUDAGraph.replay` alone: what no backend can go below on the same kernels."""
+"""Steps by `torch.cuda.CUDAGraph.replay` alone: what no backend can go below on the same kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,22 @@ from torch import Tensor
 WARMUP = 3
 """Calls of each kind that run without a graph."""
 
+__all__ = ["Replaying", "graphed"]
+
 _Graph = tuple[torch.cuda.CUDAGraph, dict[Any, Tensor], Any, Any]
+
+
+def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A graph of a call that has run before; it reads and writes where that call did."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
 
 
 class Replaying:

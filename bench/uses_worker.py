@@ -22,7 +22,7 @@ from backends import compile_kwargs, register_pgraph, reset_compiled
 from language_model import language_model
 from torch import Tensor, nn
 from uses_memory import Asked
-from uses_replay import Replaying
+from uses_replay import Replaying, graphed
 
 sys.path.insert(0, str(_paths.REPO / "examples" / "ecosystem"))
 
@@ -143,7 +143,8 @@ class Place:
 
     def compile_arguments(self) -> dict[str, Any] | None:
         """For `torch.compile`; None for eager."""
-        return compile_kwargs(self.spec.backend, self.device, self.spec.driver, self.spec.codegen)
+        backend = "inductor" if self.spec.backend == "replay" else self.spec.backend
+        return compile_kwargs(backend, self.device, self.spec.driver, self.spec.codegen)
 
     def begin(self) -> None:
         """A step begins: its results may take the place of those of the last one."""
@@ -335,11 +336,15 @@ def adapters(place: Place) -> Figures:
 
 @torch.no_grad()
 def sleep(place: Place) -> Figures:
-    """Inference, asleep, inference: with weights that lie elsewhere each time."""
+    """Inference, asleep, inference: with weights that lie elsewhere each time.
+
+    ``replay`` keeps its weights, since its graph can read them nowhere else: they are written anew, from the
+    CPU as well.
+    """
     from llama import Llama, LlamaConfig, compile_blocks
     from sleep_and_wake import release
 
-    size = place.size
+    size, stays = place.size, place.spec.backend == "replay"
     config = LlamaConfig(
         vocab=size.vocabulary,
         dim=size.hidden,
@@ -363,18 +368,24 @@ def sleep(place: Place) -> Figures:
         compile_blocks(model, place.spec.scope, **arguments)
     for _ in range(4):
         worst = place.near(call(), expected)
+    if stays:
+        call = graphed(call)
     warm = place.recordings()
     place.clock.reset_peak()
     same = [place.ms(call) for _ in range(4 * size.rounds)]
     woken, asleep, asked = [], [], Asked()
     state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     for cycle in range(size.cycles + (ASKING if place.on_gpu else 0)):
-        release(model)
+        if not stays:
+            release(model)
         asleep.append(held(place))
         gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
-        awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
-        model.load_state_dict(awake, assign=True)
-        del awake
+        if stays:
+            model.load_state_dict(state)
+        else:
+            awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
+            model.load_state_dict(awake, assign=True)
+            del awake
         if cycle < size.cycles:
             woken.append(place.ms(call))
         elif cycle % 2:

@@ -115,7 +115,8 @@ def test_rows_are_written_and_taken_up_again(
     told[told.index("inductor")] = "replay"
     uses.main([*told[:-1], "--only", "generate", "sleep"])
     asked = [(s["use"], s["batch"], s["fresh"]) for s in started if s["backend"] == "replay"]
-    assert asked == [("generate", 1, False), ("generate", 8, False)], "its cache stays where it is"
+    decoding = [("generate", 1, False), ("generate", 8, False)]  # its cache stays where it is
+    assert asked == [*decoding, *[("sleep", 1, False)] * 2], "a row for each scope"
 
 
 def test_a_process_for_each_row(load: Any, tmp_path: Path) -> None:
