@@ -224,10 +224,20 @@ def test_pools_that_are_not_in_use_are_in_nobodys_way(
     pools = Pools(monkeypatch, before, segment)
     with cuda_ghost.GhostPools(pools.arena) as ghosts:
         assert pools.used == [(0, before + 1)] == [ghosts.latest]
+        ghosts.refresh(held=0)
+        assert ghosts.latest == (0, before + 1), "nothing was taken of it"
+        pools.count += 2
+        ghosts.refresh(held=2)
+        assert ghosts.latest == (0, before + 1), "all that it gave is held"
+        pools.count += 3
+        ghosts.refresh(held=4)
+        assert pools.used == [(0, before + 2)] == [ghosts.latest], "one of five may be handed out again"
         pools.count += 1
-        ghosts.refresh()
-        assert pools.used == [(0, before + 2)] == [ghosts.latest]
-    assert pools.alive == [False, False]
+        ghosts.refresh(held=5)
+        assert ghosts.latest == (0, before + 2), "not of this pool"
+        ghosts.renew()
+        assert pools.used == [(0, before + 3)] == [ghosts.latest]
+    assert pools.alive == [False, False, False]
     assert pools.used == []
     assert pools.given_back == ([8192] if before else [])
 

@@ -105,16 +105,6 @@ def test_what_has_no_storage_is_an_error(calls: GhostCalls) -> None:
         calls.storage_of(torch.eye(2).to_sparse())
 
 
-def test_weak_references(calls: GhostCalls) -> None:
-    x = torch.randn(6)
-    owner = calls.weak_storage_of(x[1:])
-    assert owner == x.untyped_storage()._cdata == calls.storage_of(x)[0]
-    assert not compat.storage_is_gone(owner)
-    del x
-    assert compat.storage_is_gone(owner)
-    compat.forget_storage(owner)
-
-
 def test_counters(calls: GhostCalls) -> None:
     """They count together, and do not hold the memory."""
     x = torch.randn(4, dtype=torch.complex64)
@@ -143,18 +133,3 @@ def test_without_a_compiler_python_serves(monkeypatch: pytest.MonkeyPatch) -> No
         with monkeypatch.context() as m:
             m.setattr(libraries if name == "load_tensors" else ghosts, name, lacking)
             assert ghosts.calls.__wrapped__() is ghosts.in_python
-
-
-def test_what_is_gone_among_many(calls: GhostCalls) -> None:
-    kept, lost = torch.randn(3), [torch.randn(3) for _ in range(4)]
-    owners = {calls.weak_storage_of(t): None for t in (lost[0], kept, *lost[1:])}
-    assert calls.gone_among({}) == calls.gone_among(owners) == []
-    view = lost[1][1:]
-    lost.clear()
-    gone = calls.gone_among(owners)
-    assert len(gone) == 3
-    assert kept.untyped_storage()._cdata not in gone
-    assert view.untyped_storage()._cdata not in gone
-    assert gone == [owner for owner in owners if owner in gone]
-    for owner in owners:
-        compat.forget_storage(owner)

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pgraph import compat
 from pgraph.capture import recorder
 from pgraph.capture.record import record
 from pgraph.capture.recorder import GhostRange
 from pgraph.drivers.host.driver import HostDriver, HostSession
-from pgraph.native import ghosts
 from pgraph.reasons import Dispatch
 from pgraph.template.recording import Recording
 
@@ -68,46 +66,6 @@ def test_a_tensor_dies_at_the_op_that_follows() -> None:
 
     found = recorded(fn)
     assert [(a.birth, a.death) for a in found.allocations[1:-1]] == [(0, 2), (1, 3), (2, 4), (3, 5)]
-
-
-def test_only_those_whose_tensor_is_gone_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    real = ghosts.calls()
-
-    def gone_among(owners: dict[int, Any]) -> list[int]:
-        asked.append(len(owners))
-        return real.gone_among(owners)
-
-    monkeypatch.setattr(ghosts, "calls", lambda: real._replace(gone_among=gone_among))
-
-    def fn(args: list[Any]) -> list[torch.Tensor]:
-        x = args.pop()
-        kept = [ATEN.sin(x) for _ in range(50)]
-        return [*kept, ATEN.cos(x)]
-
-    recorded(fn)
-    assert sum(asked) < 200, f"{sum(asked)} ranges were asked for 51 ops"
-
-
-def test_orphans_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a forward that returns views of what it made, all tensors are gone and all storages are alive."""
-    asked: list[int] = []
-    real = ghosts.calls()
-
-    def gone_among(owners: dict[int, Any]) -> list[int]:
-        asked.append(len(owners))
-        return real.gone_among(owners)
-
-    monkeypatch.setattr(ghosts, "calls", lambda: real._replace(gone_among=gone_among))
-
-    def fn(args: list[Any]) -> list[torch.Tensor]:
-        x = args.pop()
-        return [compat.reinterpret(ATEN.sin(x), (8, 8), (1, 8), 0) for _ in range(20)]
-
-    found = recorded(fn)
-    assert all(a.death is None for a in found.allocations[1:])
-    assert max(asked) >= 19
-    assert len(asked) <= 3 * 20, "one call at each boundary, however many orphans there are"
 
 
 def test_how_often_the_count_of_nodes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def record(
             arena.touched = True
             failure = failure_of(e)
             log.debug("capture failed", exc_info=True)
-            # The frames hold ghost tensors, which must be gone before their memory is.
+            # The frames hold ghosts, which must be gone before their memory is.
             traceback.clear_frames(e.__traceback__)
             if e.__cause__ is not None:
                 traceback.clear_frames(e.__cause__.__traceback__)
@@ -109,7 +109,7 @@ def _record(
         stack.enter_context(recorder)
         results = fn(arguments)
     arguments.clear()
-    recorder.boundary()
+    recorder.finish()
     try:
         graph, nodes, order = session.end(with_kept)
     except CaptureError as e:

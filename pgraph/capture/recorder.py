@@ -16,7 +16,7 @@ import torch
 from pgraph.capture.culprit import arguments_of, dispatch_of, numbered
 from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.capture.parts import RECORDED_IN_PARTS, in_parts, joined
-from pgraph.compat import UnwrappedMode, forget_storage, lazily, storage_is_gone
+from pgraph.compat import UnwrappedMode, lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
 from pgraph.native import ghosts
@@ -51,16 +51,9 @@ class GhostRange:
     nbytes: int
     birth: int
     margin: int
-    owner: int | None  # a weak reference to the storage, if it is a tensor's
+    owner: int | None  # the storage, if it is a tensor's: what PyTorch calls it while it lives
     death: int | None = None
     library: bool = False
-
-
-class _Watcher(weakref.ref[torch.Tensor]):
-    """Tells when the tensor object is gone that a range was first seen in."""
-
-    __slots__ = ("range",)
-    range: GhostRange
 
 
 class _Facts(NamedTuple):
@@ -77,12 +70,7 @@ class _Facts(NamedTuple):
 class Recorder(UnwrappedMode):
     """Sends each dispatched op to the session and keeps the allocation timeline.
 
-    Note [Only orphans are asked]
-    A range is dead when its storage is. To ask all living storages at each op takes time that grows with
-    the square of the ops. A storage cannot die before the tensor object that it was first seen in, so only
-    those whose object is gone are asked (views may keep their storages), in one call: a forward may return
-    views of all that it saves. One that gave its storage away while it lived (``set_``) is never asked: its
-    range then lives to the end, which is safe.
+    A range is dead when its storage is (Note [Storages that tell] in `pgraph.native.watch`).
 
     Args:
         session: a capture that has just begun.
@@ -98,11 +86,8 @@ class Recorder(UnwrappedMode):
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
         self.counters: list[torch.Tensor] = []  # of the inputs
-        self._alive: dict[int, GhostRange] = {}  # by storage
-        self._lost: list[_Watcher] = []  # objects that are gone since the last boundary
-        self._orphans: dict[int, GhostRange] = {}  # by storage
-        self._watchers: list[_Watcher] = []  # they report for as long as they live
-        self._known: dict[int, GhostRange] = {}
+        self._watch = self._calls.watch()
+        self._known: set[int] = set()  # addresses of ranges that live
         # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
         self._marks: list[tuple[int, int]] = []
         self._position = self._count = -1  # at the last boundary
@@ -186,7 +171,7 @@ class Recorder(UnwrappedMode):
         ghost = self._arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
-        self._watch(ghost, address, nbytes, birth=0)
+        self._track(ghost, address, nbytes, birth=0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
         self.counters.append(self._calls.counter_of(ghost))
@@ -197,7 +182,7 @@ class Recorder(UnwrappedMode):
         birth = self.boundary()
         ghost = self._arena.empty_strided(size, stride, dtype)
         _, address, nbytes = self._calls.storage_of(ghost)  # the address of an empty tensor is 0, this is not
-        self._watch(ghost, address, nbytes, birth)
+        self._track(ghost, address, nbytes, birth)
         return ghost
 
     def boundary(self, count: int | None = None) -> int:
@@ -212,20 +197,11 @@ class Recorder(UnwrappedMode):
         if count != self._count or position != self._position:
             self._count, self._position = count, position
             self._marks.append((position, count))
-        while self._lost:
-            r = self._lost.pop().range
-            assert r.owner is not None
-            self._orphans[r.owner] = r
-        if self._orphans:
-            self._note_deaths(count)
-        return count
-
-    def _note_deaths(self, count: int) -> None:
-        for owner in self._calls.gone_among(self._orphans):
-            r = self._orphans.pop(owner)
+        for number in self._watch.ended():
+            r = self.ranges[number]
             r.death = count
-            del self._alive[owner]
-            self._known.pop(r.address, None)
+            self._known.discard(r.address)
+        return count
 
     def steps(self, order: Topology) -> tuple[int, ...]:
         """Counts of nodes at the boundaries that are joins."""
@@ -255,24 +231,25 @@ class Recorder(UnwrappedMode):
                 self._adopt(leaf, birth)
 
     def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
-        storage, address, nbytes = self._calls.storage_of(tensor)
-        if storage in self._alive:
+        found = self._watch.first_seen(tensor)
+        if found is None:
             return  # a view, an argument, an alias of an input: its storage may begin before its range
-        arena = self._arena
+        (address, nbytes), arena = found, self._arena
         if nbytes == 0 and tensor.device == arena.device:
-            self._watch(tensor, arena.take(0), 0, birth)  # allocators give no address
+            self._track(tensor, arena.take(0), 0, birth)  # allocators give no address
         elif arena.low <= address < arena.high and address not in self._known:
-            self._watch(tensor, address, nbytes, birth)
+            self._track(tensor, address, nbytes, birth)
+            self._session.held += self._watch.holds
 
-    def _watch(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
-        owner = self._calls.weak_storage_of(tensor)
-        r = GhostRange(address, nbytes, birth, self._arena.guard, owner)
-        self.ranges.append(r)
-        self._alive[owner] = self._known[address] = r
-        # No reference to the recorder itself: a circle would keep it, with the collector off.
-        watcher = _Watcher(tensor, self._lost.append)
-        watcher.range = r
-        self._watchers.append(watcher)
+    def _track(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
+        owner = self._watch.add(tensor, len(self.ranges))
+        self.ranges.append(GhostRange(address, nbytes, birth, self._arena.guard, owner))
+        self._known.add(address)
+
+    def finish(self) -> None:
+        """Note the last deaths, and give back the memory of what has died."""
+        self.boundary()
+        self._watch.let_go()
 
     def all_gone(self) -> None:
         """Make sure that the program kept none of the ghosts.
@@ -292,14 +269,11 @@ class Recorder(UnwrappedMode):
             )
 
     def close(self) -> None:
-        """Give back the weak references. To be called last."""
-        for r in self.ranges:
-            if r.owner is not None:
-                forget_storage(r.owner)
-                r.owner = None
+        """Watch nothing any more. To be called last."""
+        self._watch.close()
 
-    def _kept(self) -> list[GhostRange]:
-        return [r for r in self.ranges if r.owner is not None and not storage_is_gone(r.owner)]
+    def _kept(self) -> list[int]:
+        return self._watch.living()
 
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves; the arena's position tells when."""

@@ -157,6 +157,8 @@ class Session(abc.ABC):
     """One capture under way."""
 
     arena: Arena
+    held: int = 0
+    """Results of ops whose memory is not given back before the capture ends, whatever becomes of them."""
 
     @abc.abstractmethod
     def node_count(self) -> int:

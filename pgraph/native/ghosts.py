@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pgraph.compat import counter_of, storage_is_gone, tensor_layout, weak_storage
+from pgraph.compat import counter_of, tensor_layout
 from pgraph.native import libraries
+from pgraph.native.watch import AskingWatch, Watch
 
 __all__ = ["GhostCalls", "calls", "in_python"]
 
@@ -27,16 +28,14 @@ class GhostCalls(NamedTuple):
             (-1: the CPU).
             No dispatch mode sees how it is made.
         storage_of: tensor -> (number, address, bytes) of its storage. No two that live have one number.
-        weak_storage_of: tensor -> a weak reference to its storage (`pgraph.compat.weak_storage`), the number.
         counter_of: see `pgraph.compat.counter_of`.
-        gone_among: a dict with weak references as keys -> those whose storage nobody owns any more, in order.
+        watch: () -> what watches the storages of a capture.
     """
 
     ghost: Callable[[int, int, int, Sequence[int], Sequence[int], torch.dtype, int], torch.Tensor]
     storage_of: Callable[[torch.Tensor], tuple[int, int, int]]
-    weak_storage_of: Callable[[torch.Tensor], int]
     counter_of: Callable[[torch.Tensor], torch.Tensor]
-    gone_among: Callable[[dict[int, Any]], list[int]]
+    watch: Callable[[], Watch]
 
 
 def _ghost(
@@ -60,15 +59,7 @@ def _storage_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage._cdata, storage.data_ptr(), storage.nbytes()
 
 
-def _weak_storage_of(tensor: torch.Tensor) -> int:
-    return weak_storage(tensor.untyped_storage())
-
-
-def _gone_among(owners: dict[int, Any]) -> list[int]:
-    return list(filter(storage_is_gone, owners))
-
-
-in_python = GhostCalls(_ghost, _storage_of, _weak_storage_of, counter_of, _gone_among)
+in_python = GhostCalls(_ghost, _storage_of, counter_of, AskingWatch)
 """The reference, and what serves where there is no C++."""
 
 
@@ -78,6 +69,6 @@ def calls() -> GhostCalls:
     library, (offset, implementation) = libraries.load_tensors(), tensor_layout()
     if library is None or not offset:
         return in_python
-    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.c_uint64, *[ctypes.py_object] * 3)
+    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.c_uint64, *[ctypes.py_object] * 2)
     functions: Any = made(("pg_ghost_functions", library))
-    return GhostCalls(*functions(offset, implementation, *in_python[1:4]))
+    return GhostCalls(*functions(offset, implementation, *in_python[1:3]))

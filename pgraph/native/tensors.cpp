@@ -14,6 +14,9 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <mutex>
+#include <set>
 #include <vector>
 
 /* From torch/csrc/autograd/python_variable.h, which would take ten times as long to compile. */
@@ -94,7 +97,7 @@ namespace {
  * in `launch.c`). */
 int64_t handle_offset;
 uint64_t handle_class;
-PyObject* others[3]; /* what serves a tensor of another class: see pg_ghost_functions */
+PyObject* others[2]; /* what serves a tensor of another class: see pg_ghost_functions */
 
 const at::TensorBase* held(PyObject* tensor)
 {
@@ -133,19 +136,11 @@ PyObject* storage_of(PyObject*, PyObject* tensor)
     return Py_BuildValue("KKn", reinterpret_cast<uint64_t>(s), address, static_cast<Py_ssize_t>(s->nbytes()));
 }
 
-PyObject* weak_storage_of(PyObject*, PyObject* tensor)
-{
-    c10::StorageImpl* s = storage_in(tensor);
-    if (s == nullptr)
-        return PyObject_CallOneArg(others[1], tensor);
-    return PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(s));
-}
-
 PyObject* counter_of(PyObject*, PyObject* tensor)
 {
     const at::TensorBase* t = held(tensor);
     if (t == nullptr || t->is_inference() || c10::InferenceMode::is_enabled())
-        return PyObject_CallOneArg(others[2], tensor);
+        return PyObject_CallOneArg(others[1], tensor);
     try {
         at::TensorBase made = empty_handed(nullptr, 0, t->device(), t->dtype());
         made.unsafeGetTensorImpl()->set_version_counter(t->unsafeGetTensorImpl()->version_counter());
@@ -154,29 +149,6 @@ PyObject* counter_of(PyObject*, PyObject* tensor)
         PyErr_SetString(PyExc_RuntimeError, e.what());
         return nullptr;
     }
-}
-
-PyObject* gone_among(PyObject*, PyObject* owners)
-{
-    PyObject *gone = PyList_New(0), *owner = nullptr, *value = nullptr;
-    Py_ssize_t at = 0;
-    if (gone == nullptr || !PyDict_Check(owners)) {
-        PyErr_SetString(PyExc_TypeError, "gone_among() takes a dict");
-        Py_XDECREF(gone);
-        return nullptr;
-    }
-    while (PyDict_Next(owners, &at, &owner, &value)) {
-        auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(owner));
-        const bool failed = storage == nullptr || (c10::raw::weak_intrusive_ptr::use_count(storage) == 0 &&
-                                                   PyList_Append(gone, owner) != 0);
-        if (failed) {
-            if (PyErr_Occurred() == nullptr)
-                PyErr_SetString(PyExc_ValueError, "0 is no weak reference");
-            Py_DECREF(gone);
-            return nullptr;
-        }
-    }
-    return gone;
 }
 
 bool numbers(PyObject* sequence, std::vector<int64_t>& found)
@@ -216,37 +188,35 @@ PyObject* ghost(PyObject*, PyObject* const* args, Py_ssize_t count)
     }
 }
 
+#include "watch.h"
+
 PyMethodDef ghost_functions[] = {
     {"ghost", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ghost)), METH_FASTCALL, nullptr},
     {"storage_of", storage_of, METH_O, nullptr},
-    {"weak_storage_of", weak_storage_of, METH_O, nullptr},
     {"counter_of", counter_of, METH_O, nullptr},
-    {"gone_among", gone_among, METH_O, nullptr},
 };
 
 } // namespace
 
-/* The functions of ghosts.py that C++ has, in its order.
+/* The functions of ghosts.py that C++ has, in its order, and the class in the end.
  *
  * offset, implementation: see `held`.
- * storage, weak, counter: the Python functions that do the same of any tensor. */
+ * storage, counter: the Python functions that do the same of any tensor. */
 extern "C" PyObject* pg_ghost_functions(
-    int64_t offset, uint64_t implementation, PyObject* storage, PyObject* weak, PyObject* counter)
+    int64_t offset, uint64_t implementation, PyObject* storage, PyObject* counter)
 {
     constexpr Py_ssize_t count = sizeof ghost_functions / sizeof *ghost_functions;
     handle_offset = offset;
     handle_class = implementation;
     others[0] = Py_NewRef(storage);
-    others[1] = Py_NewRef(weak);
-    others[2] = Py_NewRef(counter);
-    PyObject* made = PyTuple_New(count);
-    for (Py_ssize_t i = 0; made != nullptr && i < count; i++) {
-        PyObject* function = PyCFunction_New(&ghost_functions[i], nullptr);
-        if (function == nullptr) {
-            Py_DECREF(made);
-            return nullptr;
-        }
-        PyTuple_SET_ITEM(made, i, function);
+    others[1] = Py_NewRef(counter);
+    PyObject* made = PyTuple_New(count + 1);
+    for (Py_ssize_t i = 0; made != nullptr && i <= count; i++) {
+        PyObject* part = i < count ? PyCFunction_New(&ghost_functions[i], nullptr) : watch_class();
+        if (part == nullptr)
+            Py_CLEAR(made);
+        else
+            PyTuple_SET_ITEM(made, i, part);
     }
     return made;
 }

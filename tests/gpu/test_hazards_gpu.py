@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pgraph.capture import record
 from pgraph.drivers import choice
-from pgraph.native import libraries
+from pgraph.native import ghosts, libraries
 from pgraph.runtime import admission
 from pgraph.template import match
 
@@ -95,16 +95,78 @@ def _scratch_then_smaller(args: list[Any]) -> list[Tensor]:
     return [small, small * 2]
 
 
-def test_addresses_are_never_reused_inside_a_capture() -> None:
+def _asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no C++ compiler: storages are asked, and their memory is not held."""
+    monkeypatch.setattr(ghosts, "calls", lambda: ghosts.in_python)
+
+
+@pytest.mark.parametrize("watch", ["tells", "asks"])
+def test_addresses_are_never_reused_inside_a_capture(watch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hazard 1, the cause: no two allocations of a recording overlap."""
+    if watch == "asks":
+        _asking(monkeypatch)
     assert not _overlaps(_record(_scratch_then_smaller, [randn(512, 512)]))
+    assert not _overlaps(_record(_many_kinds, [randn(512, 512)]))
 
 
 def test_addresses_would_be_reused_without_a_pool_per_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(cuda_ghost.GhostPools, "refresh", lambda self: None)
+    _asking(monkeypatch)
+    monkeypatch.setattr(cuda_ghost.GhostPools, "refresh", lambda self, held: None)
     monkeypatch.setattr(record, "_merge", lambda ranges, n: (list(ranges), list(range(len(ranges)))))
     assert _overlaps(_record(_scratch_then_smaller, [randn(512, 512)])), "the check above cannot fail"
+
+
+def _many_kinds(args: list[Any]) -> list[Tensor]:
+    """Scratch (sorts, scans, products), views, several results, ops in place; small, large, dead, alive."""
+    (x,) = args
+    args.clear()
+    kept = []
+    for i in range(6):
+        values, order = x.sort(dim=i % 2)
+        y = (values @ x.t()).cumsum(i % 2).mul_(0.01)
+        del values
+        kept.append(y[i : i + 2].sum())
+        x = torch.where(order[: len(y)] > 7, y, x) + y.view(-1)[:512].repeat(512, 1)
+        del y, order
+        kept.append(torch.nn.functional.gelu(x.half()).float().topk(3).values)
+    return [x, *kept]
+
+
+def test_recordings_are_alike_whoever_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages that tell when they go, and those that are asked: the same ranges, with the same lifetimes."""
+
+    def told(recording: Any) -> Any:
+        ranges = [(a.nbytes, a.birth, a.death, a.library) for a in recording.allocations]
+        return len(recording.nodes), ranges, recording.steps, recording.builtin, recording.outputs
+
+    for fn in (_scratch_then_smaller, _many_kinds):
+        x = randn(512, 512)
+        mine = told(_record(fn, [x]))
+        with monkeypatch.context() as m:
+            _asking(m)
+            assert told(_record(fn, [x])) == mine
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_ops_without_scratch_share_a_pool(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they return is held, so nothing of it can be handed out again (Note [One pool per op])."""
+    if not held:
+        _asking(monkeypatch)
+
+    def chain(args: list[Any]) -> list[Tensor]:
+        x = args.pop()
+        for _ in range(20):
+            x = (x + 1).relu()
+        return [x]
+
+    inputs = [randn(64, 64)]
+    _record(chain, inputs)
+    before = cuda_ghost._made
+    recording = _record(chain, inputs)
+    assert not _overlaps(recording)
+    assert len(recording.nodes) == 40
+    assert (cuda_ghost._made - before <= 3) is held
 
 
 def _product_nodes() -> list[tuple[Any, int]]:
@@ -289,7 +351,7 @@ _TWO_RECORDINGS = """
 import os, sys, torch
 from pgraph.capture.record import record
 from pgraph.drivers import choice
-from pgraph.native import libraries
+from pgraph.native import ghosts, libraries
 if sys.argv[1:] == ["uncured"]:
     from pgraph.drivers.cuda import workspaces
     workspaces.drop = lambda stream, arena: None

@@ -233,7 +233,7 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
         self._arena = arena
         self._device = arena.device.index
         self._pools: list[Any] = []
-        self._used_at = 0
+        self._loose = arena.segments  # ranges that may be handed out again, or used to be
         self.latest = (0, 0)
 
     def __enter__(self) -> GhostPools:
@@ -258,19 +258,28 @@ class GhostPools(contextlib.AbstractContextManager["GhostPools"]):
             library.pg_arena_activate(None)
         _current = None
 
-    def refresh(self) -> None:
-        """Begin a new pool if the last one has been used (Note [One pool per op])."""
-        # Used: the allocator has asked for memory. A pool without any has nothing to hand out again.
-        if self._arena.segments != self._used_at:
-            self._close()
-            pool, number, _ = _pool()
-            self._begin(pool, number)
+    def refresh(self, held: int) -> None:
+        """Begin a new pool if this one may have something to hand out again (Note [One pool per op]).
+
+        Args:
+            held: of the ranges that the allocator has asked for, so many are not given back.
+        """
+        # Each range holds one allocation: pools do not split.
+        loose = self._arena.segments - held
+        if loose != self._loose:
+            self.renew()
+            self._loose = loose
+
+    def renew(self) -> None:
+        """Begin a new pool."""
+        self._close()
+        pool, number, _ = _pool()
+        self._begin(pool, number)
 
     def _begin(self, pool: Any, number: tuple[int, int]) -> None:
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, number)
         self._pools.append(pool)
         self.latest = number
-        self._used_at = self._arena.segments
 
     def _close(self) -> None:
         torch._C._cuda_endAllocateToPool(self._device, self.latest)

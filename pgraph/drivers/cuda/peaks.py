@@ -61,11 +61,8 @@ def _allocate_ghosts(device: torch.device, nbytes: int) -> None:
     sizes = [nbytes] if nbytes >= _EXACT_SEGMENT else [_SMALLEST_SEGMENT // 2] * (nbytes // _SMALLEST_SEGMENT)
     arena = CudaArena(device, 0)
     try:
-        with unlimited(device), GhostPools(arena) as pools:
-            held = []
-            for size in sizes:
-                pools.refresh()
-                held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        with unlimited(device), GhostPools(arena):
+            held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
             held.clear()
     finally:
         arena.close()

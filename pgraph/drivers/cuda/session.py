@@ -12,7 +12,8 @@ process stays as it was.
 Note [One pool per op]
 Memory that ops allocate comes from a `MemPool` over the ghost allocator. As soon as one has been
 used, the next op gets a fresh one, so that nothing freed earlier can be handed out again
-(Note [Addresses are never reused]), and the address alone tells which op an allocation belongs to.
+(Note [Addresses are never reused]). To make one takes as long as all else that is done for an op, so it
+may serve further ops while all that it gave is held (`Session.held`): there is nothing to hand out again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class CudaSession(Session):
         return self._nodes.checked()
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._pools.refresh()
+        self._pools.refresh(self.held)
         if self._scrub is not None:
             self._scrub()
         result = op(*args, **kwargs)
@@ -116,6 +117,7 @@ class CudaSession(Session):
         return self._hidden
 
     def _read_hidden(self) -> list[HiddenAllocation]:
+        self._pools.renew()  # the log comes with all that lies in the pool that is named
         try:
             found = read_trace(self.arena, self._pools.latest)
         except DriverError:
