@@ -145,7 +145,7 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
     monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
     session = object.__new__(sessions.CudaSession)
     session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), True
-    session._pools = SimpleNamespace(latest=(0, 7))
+    session._pools = SimpleNamespace(latest=(0, 7), renew=lambda: None)
     if not entry:
         with pytest.raises(DriverError, match="512 bytes came from elsewhere"):
             session._read_hidden()

@@ -18,6 +18,7 @@ from pgraph.errors import DriverError
 __all__ = ["allocator_trace", "clear_trace", "last_logged", "read_trace"]
 
 # A block is asked back before it is given back.
+_FREED = ("free_requested", "free_completed")
 _NOT_READ = ("free_completed", "segment_alloc", "segment_free", "oom", "snapshot")
 
 
@@ -82,16 +83,15 @@ def _replayed(
     alive = {h.address for h in before if not h.freed}
     low, high, since, stream = arena.low, arena.high, arena.since, arena.stream
     for entry in snapshot.log(arena.device.index, pool):
-        address, action = entry.get("addr", -1), entry["action"]  # no address where memory ran out
         if since > -1 and -1 < _time_of(entry) <= since:
             continue
-        if not low <= address < high:
-            on = entry.get("stream")
-            if action == "alloc" and stream is not None and on == stream:
-                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
-        elif action == "alloc":
-            sizes[address] = max(sizes.get(address, 0), entry["size"])
-            alive.add(address)
-        elif action in ("free_requested", "free_completed"):
-            alive.discard(address)
+        address, action = entry.get("addr", -1), entry["action"]  # no address where memory ran out
+        if low <= address < high:
+            if action == "alloc":
+                sizes[address] = max(sizes.get(address, 0), entry["size"])
+                alive.add(address)
+            elif action in _FREED:
+                alive.discard(address)
+        elif action == "alloc" and stream is not None and entry.get("stream") == stream:
+            raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
     return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]

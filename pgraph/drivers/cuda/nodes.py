@@ -12,8 +12,8 @@ import array
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver as cu
 
@@ -132,6 +132,25 @@ def read_nodes(nodes: Sequence[int], with_kept: bool = True) -> tuple[NodeRecord
     return tuple(records)
 
 
+class _Kind(NamedTuple):
+    """What kernel nodes have in common of one function, launched with the same dimensions in the same way.
+
+    Args:
+        name, header, passing, structs: as a `NodeRecord` has them.
+        nbytes: of the parameters, in whole words.
+        layout, length: where C finds the layout of so many parameters; 0 where they are one buffer of so many
+            bytes.
+    """
+
+    name: str
+    header: tuple[Any, ...]
+    passing: tuple[Any, ...]
+    structs: tuple[tuple[int, int], ...]
+    nbytes: int
+    layout: int
+    length: int
+
+
 class _NodesAtOnce:
     """What `read_node` says of kernels, read of all nodes by a few calls of the native helper."""
 
@@ -143,8 +162,10 @@ class _NodesAtOnce:
         library.pg_read_nodes(calls, handles.buffer_info()[0], n, ctypes.addressof(read))
         # (type, code, function, dimensions and shared bytes, params, extra, kernel, context, buffer, bytes)
         self._read = list(struct.iter_unpack("=2iQ7I4x6Q", bytes(read)))
-        self._facts: dict[int, tuple[Any, ...]] = {}  # by function
-        self._places = self._pack(library)
+        self._functions: dict[int, tuple[Any, ...]] = {}
+        self._kinds: list[_Kind | None] = []
+        self._places = [0]  # where the parameters of each node begin, and of the last one end
+        self._pack(library)
         attributes, demands, self._row = kept.wanted()
         self._rows = None
         if with_kept:
@@ -163,56 +184,54 @@ class _NodesAtOnce:
 
     def is_kernel(self, position: int) -> bool:
         """Whether this one is a kernel, and all that was asked for was told."""
-        type_of, code, *_ = self._read[position]
-        return bool(type_of == _KERNEL and not code)
+        return self._kinds[position] is not None
 
-    def _pack(self, library: Any) -> list[tuple[int, int]]:
-        """Copy all parameters into one buffer; where those of each node begin there and end."""
-        entries, places, at = array.array("Q"), [], 0
-        for type_of, code, function, *_, params, extra, _, _, buffer, nbytes in self._read:
-            start = at
-            if type_of == _KERNEL and not code:
-                *_, whole, _, flat = self._of_function(function)
-                if params and whole:
-                    entries.extend((params, ctypes.addressof(flat), len(flat) // 2, at))
-                    at += whole
-                elif extra and not params:
-                    entries.extend((buffer, 0, nbytes, at))
-                    at += nbytes + -nbytes % 8
-            places.append((start, at))
+    def _pack(self, library: Any) -> None:
+        """Copy all parameters into one buffer."""
+        entries, at, known = array.array("Q"), 0, dict[Hashable, _Kind]()
+        for row in self._read:
+            kind = None
+            if row[0] == _KERNEL and not row[1]:
+                key = row[2:10], row[10] != 0, row[13], row[15]
+                kind = known.get(key)
+                if kind is None:
+                    kind = known[key] = self._kind(*row[2:])
+                if kind.nbytes:
+                    entries.extend((row[10] or row[14], kind.layout, kind.length, at))
+                    at += kind.nbytes
+            self._kinds.append(kind)
+            self._places.append(at)
         packed = ctypes.create_string_buffer(max(at, 1))
         here, count = entries.buffer_info()
         library.pg_pack_all(ctypes.addressof(packed), here, count // 4)
         self._packed = packed.raw
-        return places
 
-    def _of_function(self, function: int) -> tuple[Any, ...]:
-        """(name, layout, structs, bytes, offsets, layout as C reads it)."""
-        found = self._facts.get(function)
-        if found is None:
+    def _kind(self, function: int, *rest: int) -> _Kind:
+        *dimensions, shared, params, extra, _, ctx, _, nbytes = rest
+        if function not in self._functions:
             name, layout = _function_facts(function)
-            found = self._facts[function] = (name, layout, _structs(layout), *_packing(layout))
-        return found
+            self._functions[function] = (name, layout, *_packing(layout))
+        name, layout, whole, offsets, flat = self._functions[function]
+        passing: tuple[Any, ...] = ("params", offsets if params else ())
+        told, length = (ctypes.addressof(flat), len(layout)) if params else (0, 0)
+        if extra and not params:
+            passing, whole, length = ("extra",), nbytes + -nbytes % 8, nbytes
+            layout = layout or ((0, whole),)
+        elif not params:
+            layout, whole = (), 0
+        header = (function, tuple(dimensions[:3]), tuple(dimensions[3:]), shared, ctx, passing)
+        return _Kind(name, header, passing, _structs(layout), whole, told, length)
 
     def record(self, position: int) -> NodeRecord:
-        """As `read_node`."""
-        _, _, function, *dimensions, shared, params, extra, _, ctx, _, nbytes = self._read[position]
-        name, layout, structs, _, offsets, _ = self._of_function(function)
-        passing: tuple[Any, ...]
-        if params:
-            passing = "params", offsets
-        elif extra:
-            passing = ("extra",)
-            structs = structs if layout else _structs(((0, nbytes + -nbytes % 8),))
-        else:
-            passing, structs = ("params", ()), ()
-        start, end = self._places[position]
+        """As `read_node`, of a kernel."""
+        kind = self._kinds[position]
+        assert kind is not None
         stays: tuple[Any, ...] | None = None
         if self._rows is not None:
             row = self._rows[position * self._row : (position + 1) * self._row]
-            stays = kept.of_row(row, ctx, passing[0])
-        header = (function, tuple(dimensions[:3]), tuple(dimensions[3:]), shared, ctx, passing)
-        return NodeRecord("kernel", name, header, self._packed[start:end], structs, stays, passing)
+            stays = kept.of_row(row, kind.header[4], kind.passing[0])
+        params = self._packed[self._places[position] : self._places[position + 1]]
+        return NodeRecord("kernel", kind.name, kind.header, params, kind.structs, stays, kind.passing)
 
 
 def read_node(node: Any, with_kept: bool = True) -> NodeRecord:
