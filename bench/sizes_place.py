@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import uses_worker
+import uses_place
 from backends import compile_kwargs
 from llama import LlamaConfig
 from torch import Tensor
@@ -163,7 +163,7 @@ class Spec:
     seed: int = 0
 
 
-class Place(uses_worker.Place):
+class Place(uses_place.Place):
     """A device, its dtype and its clock; how a backend compiles, and what is right."""
 
     sizes = SIZES

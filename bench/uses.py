@@ -18,7 +18,7 @@
 
 `captures_warm` and `captures_end` count recordings: pgraph's captures, or what CUDA graph trees record. Each
 row is measured in a process of its own, and compared with the same calls uncompiled (`max_diff`, over the
-largest value). Results go to ``bench/results/uses-<gpu>.json``. Sizes: `uses_worker.SIZES`.
+largest value). Results go to ``bench/results/uses-<gpu>.json``. Sizes: `uses_place.SIZES`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 import _paths  # noqa: F401  (puts the checkout on sys.path)
 import schema
-from uses_worker import NEEDS, SIZES, USES, Spec
+from uses_place import NEEDS, SIZES, USES, Spec
 from workers import start_worker
 
 PROGRAM = Path(__file__).resolve().with_name("uses_worker.py")

@@ -18,7 +18,7 @@ TINY = {"size": "tiny", "device": "cpu"}
 def measured(load: Any, use: str, **settings: Any) -> dict[str, Any]:
     """The figures of a tiny use by pgraph, in this process."""
     worker = load("uses_worker")
-    for library in worker.NEEDS[use]:
+    for library in load("uses_place").NEEDS[use]:
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"not installed: {library}; bash .ci/setup test ecosystem")
     with warnings.catch_warnings():
