@@ -87,6 +87,10 @@ def train(module: nn.Module, call: Callable[..., Tensor], *inputs: Tensor) -> di
     return found | {f"buffer {k}": b.clone() for k, b in module.named_buffers()}
 
 
+BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"
+"""Up to 2.12 compiled code of PyTorch's own, whatever the backend, hands a view of an argument to a custom op
+that writes into it as if the argument began where the first one did."""
+
 BEFORE_2_14 = TorchVersion(torch.__version__) < "2.14"
 """From 2.14 on AOTAutograd traces programs into fewer ops, and Dynamo compiles modules of torch in place."""
 

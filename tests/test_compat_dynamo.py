@@ -244,7 +244,7 @@ def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended[-1].error is None
 
 
-HOW = ("module", "of torch", "method", "closure", "global", "compiled", "argument", "attribute")
+HOW = ("module", "of torch", "method", "closure", "global", "wrapped", "compiled", "argument", "attribute")
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -272,10 +272,14 @@ def test_the_module_with_a_parameter(how: str) -> None:
         def step(self, x: Tensor) -> Tensor:
             return self.model(x)
 
+    def wraps(function: Any) -> Any:
+        return lambda x: function(x)
+
     inner = torch.compile(model, backend="eager") if how == "compiled" else model
     named: dict[str, Any] = {"model": model}
     exec("def fn(x): return model(x)", named)
     fns = {"method": model.forward, "global": named["fn"], "argument": takes, "attribute": Trainer().step}
+    fns["wrapped"] = wraps(named["fn"])
     fn = fns.get(how, model if how in ("module", "of torch") else uses)
     torch.compile(fn, backend=backend)(torch.ones(2, 2))
     assert found == [model]

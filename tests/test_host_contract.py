@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import agree, host, launching, same
+from support import BEFORE_2_13, agree, host, launching, same
 from torch import Tensor, nn
 
 import pgraph
@@ -244,7 +244,10 @@ def by_a_custom_op_in_every_other_column(x: Tensor) -> tuple[Tensor, Tensor]:
         of_a_transposed_view,
         of_what_counts_itself,
         by_a_custom_op,
-        by_a_custom_op_in_every_other_column,
+        pytest.param(
+            by_a_custom_op_in_every_other_column,
+            marks=pytest.mark.skipif(BEFORE_2_13, reason="PyTorch's own compiled code is wrong there"),
+        ),
     ],
 )
 def test_inputs_begin_anywhere_in_their_storage(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import logging
 import re
@@ -177,13 +178,29 @@ def module_with(parameter: torch.Tensor) -> torch.nn.Module | None:
     known = found[0]
     code, names = known.get("code"), known.get("globals") or {}
     given = list((known.get("locals") or {}).values())
-    used = [*given, *(known.get("closure") or ()), *itertools.chain.from_iterable(map(_attributes, given))]
-    used += [names[name] for name in getattr(code, "co_names", ()) if name in names]
+    held = list(map(_in_cell, known.get("closure") or ()))
+    used = [*given, *held, *itertools.chain.from_iterable(map(_attributes, given))]
+    used += _named(code, names)
+    for function in filter(inspect.isfunction, held):  # one that is wrapped, by Dynamo itself for example
+        used += [*map(_in_cell, function.__closure__ or ()), *_named(function.__code__, function.__globals__)]
     for value in used:
         module = _module_of(value)
         if module is not None and any(p is parameter for p in module.parameters()):
             return module
     return None
+
+
+def _in_cell(value: Any) -> Any:
+    """What a cell holds, if it is one that holds something."""
+    try:
+        return value.cell_contents if isinstance(value, types.CellType) else value
+    except ValueError:
+        return None
+
+
+def _named(code: Any, namespace: dict[str, Any]) -> list[Any]:
+    """The globals that a function's code names."""
+    return [namespace[name] for name in getattr(code, "co_names", ()) if name in namespace]
 
 
 def _attributes(value: Any) -> list[Any]:
@@ -193,12 +210,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _module_of(value: Any) -> torch.nn.Module | None:
-    """A module, or that of a method of one, be it in a cell or compiled already."""
-    if isinstance(value, types.CellType):
-        try:
-            value = value.cell_contents
-        except ValueError:  # empty
-            return None
+    """A module, or that of a method of one, be it compiled already."""
     if isinstance(value, types.MethodType):
         value = value.__self__
     if isinstance(value, torch._dynamo.eval_frame.OptimizedModule):

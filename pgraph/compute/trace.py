@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -39,8 +40,8 @@ __all__ = ["traced"]
 
 _ALLOCATORS: Final = ("empty_strided_cpu", "empty_strided_cuda", "empty_strided")
 
-_OF_ONE_NUMBER: Final = {"sym_float": "float", "_sym_sqrt": "sqrt"}
-"""Functions of torch in which generated code computes sizes, as the tape names them."""
+_OF_ONE_NUMBER: Final = {torch: {"sym_float": "float", "_sym_sqrt": "sqrt"}, math: {"sqrt": "sqrt"}}
+"""Functions in which generated code computes sizes, as the tape names them; of Python's own up to 2.12."""
 
 
 class _Stand:
@@ -226,8 +227,9 @@ class _Names:
         real = getattr(self._real, name)
         if real is torch.cuda._DeviceGuard or real is torch.cuda.set_device:
             return lambda *_: contextlib.nullcontext()
-        if self._real is torch and name in _OF_ONE_NUMBER:
-            return functools.partial(self._trace.applied, _OF_ONE_NUMBER[name], real)
+        function = _OF_ONE_NUMBER[torch].get(name) if self._real is torch else None
+        if function is not None:
+            return functools.partial(self._trace.applied, function, real)
         if isinstance(real, PLAIN):
             return real
         return (_Function if callable(real) else _Names)(self._trace, real)
@@ -326,7 +328,20 @@ def _stand_ins(trace: _Trace, namespace: Mapping[str, Any], kernels: Sequence[st
             found[name] = _Refused(name)
         elif name in ("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"):
             found[name] = _Names(trace, real)
+        elif real is math:
+            found[name] = _Math(trace)
     return found
+
+
+class _Math:
+    """In the place of Python's module. What rounds asks the number by itself."""
+
+    def __init__(self, trace: _Trace) -> None:
+        self._trace = trace
+
+    def __getattr__(self, name: str) -> Any:
+        real, function = getattr(math, name), _OF_ONE_NUMBER[math].get(name)
+        return real if function is None else functools.partial(self._trace.applied, function, real)
 
 
 class _Kernel:
