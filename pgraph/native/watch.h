@@ -52,7 +52,7 @@ void stop_holding(Watching& watching)
     const std::lock_guard<std::mutex> lock(watching.mutex);
     watching.holding = false;
     memory.swap(watching.memory);
-} /* as above */
+} /* unlocked, and only then is memory given back */
 
 void watch_dealloc(PyObject* self)
 {
@@ -63,7 +63,7 @@ void watch_dealloc(PyObject* self)
     Py_DECREF(type);
 }
 
-/* The storage of any tensor, new reference or none needed: the tensor keeps it. NULL: there is a Python error. */
+/* The storage of any tensor, which keeps it. NULL: there is a Python error. */
 c10::StorageImpl* storage_anyhow(PyObject* tensor)
 {
     c10::StorageImpl* found = storage_in(tensor);

@@ -192,7 +192,7 @@ class _NodesAtOnce:
         for row in self._read:
             kind = None
             if row[0] == _KERNEL and not row[1]:
-                key = row[2:10], row[10] != 0, row[13], row[15]
+                key = row[2:10], row[10] != 0, row[11] != 0, row[13], row[15]
                 kind = known.get(key)
                 if kind is None:
                     kind = known[key] = self._kind(*row[2:])
