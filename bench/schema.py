@@ -37,8 +37,8 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    # The last five in launch_rows.py, launch_blocks.py, claims.py and sizes.py alone.
-    "backend": (*BACKENDS, "cudagraphs", "replay", "nothing", "graphed", "pgraph-static"),
+    # The last six in launch_rows.py, launch_blocks.py, claims.py, sizes.py and uses.py alone.
+    "backend": (*BACKENDS, "cudagraphs", "guarded", "replay", "nothing", "graphed", "pgraph-static"),
 }
 
 _COVERAGE = (

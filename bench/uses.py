@@ -5,16 +5,19 @@
     python bench/uses.py --size tiny --device cpu --backends aot_eager pgraph     # on the host driver
 
 * ``generate-bN``: transformers' `generate()` with a static cache, N sequences. `ms_per_step` is one decoding
-  step. ``-fresh``: each request brings a cache of its own. With ``--backends replay``: the same kernels as a
-  `torch.cuda.CUDAGraph` that is replayed, with no guard and no wrapper around it.
+  step. ``-fresh``: each request brings a cache of its own.
 * ``adapters-N``: calls with one of N LoRA adapters. `first_ms` is a call just after a switch, `ms_per_step`
   one with the same adapter as before.
 * ``sleep``: inference, and weights that are released and come back elsewhere. `first_ms` is the first call
   after waking, `ms_per_step` a warm one; `asleep_mb` is what PyTorch's allocator holds meanwhile, its cache
   emptied. `first_device_allocations`: how often that first call asks the device for memory;
-  `first_ready_ms`: one whose memory had been asked for before. With ``--backends replay``: a graph again,
-  whose weights stay where they are and are only written anew.
+  `first_ready_ms`: one whose memory had been asked for before.
 * ``diffusion``: a denoising step of a video transformer whose repeated blocks are compiled.
+
+Floors of `generate` and `sleep`, by ``--backends guarded replay``, with the same kernels in a
+`torch.cuda.CUDAGraph`. ``guarded``: behind Dynamo's guards, which every backend of `torch.compile` has; in
+`sleep` it is captured anew on the woken weights, before the clock starts. ``replay``: with nothing around it;
+in `sleep` its weights stay where they are and are only written anew.
 
 `captures_warm` and `captures_end` count recordings: pgraph's captures, or what CUDA graph trees record. Each
 row is measured in a process of its own, and compared with the same calls uncompiled (`max_diff`, over the
@@ -41,6 +44,7 @@ PROGRAM = Path(__file__).resolve().with_name("uses_worker.py")
 BATCHES = (1, 8)
 # Without graphs and with, in turn.
 BACKENDS = ("eager", "inductor", "reduce-overhead", "pgraph")
+FLOORS = ("guarded", "replay")
 REPLAYED = ("generate", "sleep")
 
 Row = dict[str, Any]
@@ -50,12 +54,12 @@ def specs(use: str, backend: str, args: argparse.Namespace) -> Iterator[tuple[st
     """(config, settings) of the rows of a use."""
     told = {"size": args.size, "device": args.device, "driver": args.driver, "codegen": args.codegen}
     size = SIZES[args.size]
-    if backend == "replay" and use not in REPLAYED:
+    if backend in FLOORS and use not in REPLAYED:
         return
     if use == "generate":
         for batch in args.batches:
             yield f"generate-b{batch}", Spec(use, backend, **told, batch=batch)
-        if backend == "replay":
+        if backend in FLOORS:
             return  # its cache must stay where it is
         yield (
             f"generate-b{args.batches[0]}-fresh",
@@ -88,7 +92,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=USES, default=list(USES))
-    add("--backends", nargs="+", choices=(*schema.BACKENDS, "replay"), default=list(BACKENDS))
+    add("--backends", nargs="+", choices=(*schema.BACKENDS, *FLOORS), default=list(BACKENDS))
     add("--size", choices=list(SIZES), default="1b")
     add("--batches", nargs="+", type=int, default=list(BATCHES), help="sequences of a request")
     add("--scopes", nargs="+", choices=schema.CHOICES["scope"], default=["model"])

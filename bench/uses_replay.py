@@ -1,17 +1,20 @@
-"""Steps by `torch.cuda.CUDAGraph.replay` alone: what no backend can go below on the same kernels."""
+"""Steps by `torch.cuda.CUDAGraph.replay`, alone and behind guards: floors on the same kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WARMUP = 3
 """Calls of each kind that run without a graph."""
 
-__all__ = ["Replaying", "graphed"]
+SMALL = 4096
+"""Elements of an argument that may lie elsewhere at each call, and is copied then."""
+
+__all__ = ["Guarded", "Replaying", "graphed"]
 
 _Graph = tuple[torch.cuda.CUDAGraph, dict[Any, Tensor], Any, Any]
 
@@ -89,3 +92,92 @@ def _with(given: dict[str, Any], tensors: dict[Any, Tensor]) -> dict[str, Any]:
         else:
             changed[name] = tensors.get(name, value)
     return changed
+
+
+class Guarded:
+    """A backend of `torch.compile`: Dynamo's guards, and behind them a graph of all that Inductor compiled.
+
+    The guards are Dynamo's own work, at each call of whatever backend. Here nothing else is done but to copy
+    small arguments that have moved, and to replay: AOTAutograd's wrappers are within the graph.
+
+    Args:
+        model: whose parameters may move, if `anew` is called then.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._made: list[_Behind] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        self._made.append(_Behind(compile_fx(graph, inputs), self._model))
+        return self._made[-1]
+
+    def forget(self) -> None:
+        """Let the graphs go, and the weights that they read."""
+        for one in self._made:
+            one.forget()
+
+    def anew(self) -> None:
+        """Capture again, on the weights as they lie now; the graphs are on the device when this returns."""
+        for one in self._made:
+            one.capture()
+        torch.cuda.synchronize()
+
+
+class _Behind:
+    """One compiled graph: takes what Dynamo hands over."""
+
+    def __init__(self, compiled: Callable[..., Any], model: nn.Module) -> None:
+        self._compiled, self._model = compiled, model
+        self._calls = 0
+        self._names: dict[int, str] = {}
+        self._arguments: list[Any] = []  # None where there is a name
+        self._small: list[tuple[int, Tensor, int]] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        self._calls += 1
+        if self._calls <= WARMUP:
+            return self._compiled(*args)
+        if self._graph is None:
+            self._take(args)
+            self.capture()
+        assert self._graph is not None
+        for position, tensor, address in self._small:
+            if args[position].data_ptr() != address:
+                tensor.copy_(args[position])
+        self._graph.replay()
+        return self._results
+
+    def _take(self, args: Sequence[Any]) -> None:
+        names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
+        self._names = {i: names[id(value)] for i, value in enumerate(args) if id(value) in names}
+        self._arguments = [None if i in self._names else value for i, value in enumerate(args)]
+        for i, value in enumerate(self._arguments):
+            if isinstance(value, Tensor) and value.numel() <= SMALL:
+                own = self._arguments[i] = value.clone()
+                self._small.append((i, own, own.data_ptr()))
+
+    def capture(self) -> None:
+        """Capture on the weights as they lie now."""
+        from cuda.bindings import driver
+
+        there = list(self._arguments)
+        for position, name in self._names.items():
+            there[position] = self._model.get_parameter(name)
+        self.forget()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._results = self._compiled(*there)
+        exec_ = driver.CUgraphExec(graph.raw_cuda_graph_exec())
+        (error,) = driver.cuGraphUpload(exec_, torch.cuda.current_stream().cuda_stream)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"a graph could not be put on the device: {error.name}")
+        self._graph = graph
+
+    def forget(self) -> None:
+        """Let the graph go."""
+        self._graph = self._results = None

@@ -21,7 +21,7 @@ from language_model import language_model
 from torch import Tensor, nn
 from uses_memory import Asked
 from uses_place import Figures, Place, Spec, first, spread
-from uses_replay import Replaying, graphed
+from uses_replay import Guarded, Replaying, graphed
 
 sys.path.insert(0, str(_paths.REPO / "examples" / "ecosystem"))
 
@@ -49,6 +49,7 @@ def generate(place: Place) -> Figures:
         "inductor": {"backend": "inductor", "mode": "default"},
         "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
         "replay": {"backend": "inductor", "mode": "default"},
+        "guarded": {"backend": Guarded(model), "mode": None},
     }
     compiled: dict[str, Any] = {"disable_compile": True}
     if spec.backend != "eager":
@@ -177,7 +178,7 @@ def sleep(place: Place) -> Figures:
     """Inference, asleep, inference: with weights that lie elsewhere each time.
 
     ``replay`` keeps its weights, since its graph can read them nowhere else: they are written anew, from the
-    CPU as well.
+    CPU as well. ``guarded`` captures anew on those that came, before the clock starts.
     """
     from llama import Llama, LlamaConfig, compile_blocks
     from sleep_and_wake import release
@@ -201,7 +202,8 @@ def sleep(place: Place) -> Figures:
         return model(tokens)
 
     expected = call().clone()
-    arguments = place.compile_arguments()
+    guarded = Guarded(model) if place.spec.backend == "guarded" else None
+    arguments = {"backend": guarded, "dynamic": False} if guarded else place.compile_arguments()
     if arguments is not None:
         compile_blocks(model, place.spec.scope, **arguments)
     for _ in range(4):
@@ -216,6 +218,8 @@ def sleep(place: Place) -> Figures:
     for cycle in range(size.cycles + (ASKING if place.on_gpu else 0)):
         if not stays:
             release(model)
+        if guarded is not None:
+            guarded.forget()
         asleep.append(held(place))
         gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
         if stays:
@@ -224,6 +228,8 @@ def sleep(place: Place) -> Figures:
             awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
             model.load_state_dict(awake, assign=True)
             del awake
+        if guarded is not None:
+            guarded.anew()
         if cycle < size.cycles:
             woken.append(place.ms(call))
         elif cycle % 2:

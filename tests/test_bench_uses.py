@@ -109,14 +109,14 @@ def test_rows_are_written_and_taken_up_again(
     assert "RuntimeError: boom" in shown
     assert load("readme_uses").uses_table({"rows": []}) == ""
     data = schema.read(tmp_path / "uses-cpu.json")
-    replayed = [{**row, "backend": "replay"} for row in data["rows"] if row["config"] == "generate-b8"]
-    assert "| replay" in load("readme_uses").uses_table({**data, "rows": [*data["rows"], *replayed]})
-    started.clear()
-    told[told.index("inductor")] = "replay"
-    uses.main([*told[:-1], "--only", "generate", "sleep"])
-    asked = [(s["use"], s["batch"], s["fresh"]) for s in started if s["backend"] == "replay"]
-    decoding = [("generate", 1, False), ("generate", 8, False)]  # its cache stays where it is
-    assert asked == [*decoding, *[("sleep", 1, False)] * 2], "a row for each scope"
+    for floor in ("replay", "guarded"):
+        rows = [{**row, "backend": floor} for row in data["rows"] if row["config"] == "generate-b8"]
+        assert f"| {floor}" in load("readme_uses").uses_table({**data, "rows": [*data["rows"], *rows]})
+        started.clear()
+        uses.main([*told[:-1], "--only", "generate", "sleep", "diffusion", "--backends", floor])
+        asked = [(s["use"], s["batch"], s["fresh"]) for s in started if s["backend"] == floor]
+        decoding = [("generate", 1, False), ("generate", 8, False)]  # its cache stays where it is
+        assert asked == [*decoding, *[("sleep", 1, False)] * 2], "a row for each scope"
 
 
 def test_a_process_for_each_row(load: Any, tmp_path: Path) -> None:
