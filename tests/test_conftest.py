@@ -6,6 +6,9 @@ import gc
 import logging
 import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -30,6 +33,34 @@ def test_ranks_are_started_by_one_worker() -> None:
             together._split_scope(None, f"tests/{file.name}::{test}") for test in ("one", "Two::three[4]")
         }
         assert (len(scopes) == 1) == (file.name in ranks), file.name
+
+
+CRASHING = """
+import os
+import pytest
+
+@pytest.mark.parametrize("number", range(12))
+def test_it(number):
+    if number in (0, 5, 11):
+        os._exit(9)
+"""
+
+
+def test_a_worker_that_crashes_costs_one_test(tmp_path: pathlib.Path) -> None:
+    """The run ends, the test that crashed has failed, and all others have run."""
+    pytest.importorskip("support_schedule")
+    here = pathlib.Path(__file__).parent
+    shutil.copy(here / "support_schedule.py", tmp_path)
+    hook = "import pytest\nfrom support_schedule import Together\n\n@pytest.hookimpl(optionalhook=True)\n"
+    hook += "def pytest_xdist_make_scheduler(config, log):\n    return Together(config, log)\n"
+    (tmp_path / "conftest.py").write_text(hook)
+    (tmp_path / "test_crashing.py").write_text(CRASHING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "3 failed, 9 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert ran.stdout.count("crashed while running 'test_crashing.py::test_it[") >= 3
 
 
 def test_collections_leave_torch_alone() -> None:
