@@ -98,7 +98,8 @@ class Guarded:
     """A backend of `torch.compile`: Dynamo's guards, and behind them a graph of all that Inductor compiled.
 
     The guards are Dynamo's own work, at each call of whatever backend. Here nothing else is done but to copy
-    small arguments that have moved, and to replay: AOTAutograd's wrappers are within the graph.
+    the small arguments that the graph only reads, and to replay: AOTAutograd's wrappers are within the graph.
+    What it writes into (a cache, a count of tokens) must stay where it is.
 
     Args:
         model: whose parameters may move, if `anew` is called then.
@@ -132,23 +133,32 @@ class _Behind:
     def __init__(self, compiled: Callable[..., Any], model: nn.Module) -> None:
         self._compiled, self._model = compiled, model
         self._calls = 0
+        self._written: set[int] = set()
         self._names: dict[int, str] = {}
         self._arguments: list[Any] = []  # None where there is a name
-        self._small: list[tuple[int, Tensor, int]] = []
+        self._copied: list[tuple[int, Tensor]] = []
+        self._staying: list[tuple[int, int]] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: Any = None
 
     def __call__(self, *args: Any) -> Any:
         self._calls += 1
-        if self._calls <= WARMUP:
+        if self._calls < WARMUP:
             return self._compiled(*args)
+        if self._calls == WARMUP:
+            before = {i: value.clone() for i, value in enumerate(args) if _is_small(value)}
+            result = self._compiled(*args)
+            self._written = {i for i, value in before.items() if not torch.equal(args[i], value)}
+            return result
         if self._graph is None:
             self._take(args)
             self.capture()
         assert self._graph is not None
-        for position, tensor, address in self._small:
+        for position, address in self._staying:
             if args[position].data_ptr() != address:
-                tensor.copy_(args[position])
+                raise RuntimeError(f"argument {position} is written into, and was moved: call forget()")
+        for position, own in self._copied:
+            own.copy_(args[position])
         self._graph.replay()
         return self._results
 
@@ -156,10 +166,13 @@ class _Behind:
         names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
         self._names = {i: names[id(value)] for i, value in enumerate(args) if id(value) in names}
         self._arguments = [None if i in self._names else value for i, value in enumerate(args)]
+        self._copied, self._staying = [], []
         for i, value in enumerate(self._arguments):
-            if isinstance(value, Tensor) and value.numel() <= SMALL:
+            if i in self._written:
+                self._staying.append((i, value.data_ptr()))
+            elif _is_small(value):
                 own = self._arguments[i] = value.clone()
-                self._small.append((i, own, own.data_ptr()))
+                self._copied.append((i, own))
 
     def capture(self) -> None:
         """Capture on the weights as they lie now."""
@@ -181,3 +194,7 @@ class _Behind:
     def forget(self) -> None:
         """Let the graph go."""
         self._graph = self._results = None
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() <= SMALL

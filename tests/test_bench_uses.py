@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import types
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 TINY = {"size": "tiny", "device": "cpu"}
 
@@ -117,6 +119,41 @@ def test_rows_are_written_and_taken_up_again(
         asked = [(s["use"], s["batch"], s["fresh"]) for s in started if s["backend"] == floor]
         decoding = [("generate", 1, False), ("generate", 8, False)]  # its cache stays where it is
         assert asked == [*decoding, *[("sleep", 1, False)] * 2], "a row for each scope"
+
+
+def test_what_a_graph_behind_guards_writes_stays_in_place(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it only reads is copied to where the graph reads it, wherever it lies today."""
+    replay = load("uses_replay")
+
+    def step(weight: Tensor, count: Tensor, small: Tensor, large: Tensor) -> Tensor:
+        count.add_(1)
+        return weight + count + small + large.sum()
+
+    class Recorded:  # in the place of a graph: the addresses of now, for ever
+        def __init__(self, behind: Any) -> None:
+            there = list(behind._arguments)
+            for position, name in behind._names.items():
+                there[position] = behind._model.get_parameter(name)
+            self._step, self._results = functools.partial(step, *there), torch.zeros(1, 3)
+            behind._results = self._results
+
+        def replay(self) -> None:
+            self._results.copy_(self._step())
+
+    monkeypatch.setattr(replay._Behind, "capture", lambda self: setattr(self, "_graph", Recorded(self)))
+    model = nn.Linear(3, 1, bias=False)
+    behind, count, large = replay._Behind(step, model), torch.zeros(3), torch.ones(5000)
+    with torch.no_grad():
+        for call in range(1, 8):
+            small = torch.randn(3)
+            result = behind(model.weight, count, small, large)
+            assert torch.equal(count, torch.full((3,), float(call)))
+            assert torch.allclose(result, model.weight[0] + call + small + 5000)
+        with pytest.raises(RuntimeError, match=r"argument 1 is written into, and was moved: call forget\(\)"):
+            behind(model.weight, count.clone(), small, large)
+        behind.forget()
+        count = count.clone()
+        assert torch.allclose(behind(model.weight, count, small, large), model.weight[0] + 8 + small + 5000)
 
 
 def test_a_process_for_each_row(load: Any, tmp_path: Path) -> None:
