@@ -101,8 +101,8 @@ def _record(
     arguments: list[Any] = []
     for value in inputs:
         ghostly = isinstance(value, torch.Tensor) and value.device == session.arena.device
-        arguments.append(recorder.alias(value, alignments[len(recorder.ranges)]) if ghostly else value)
-    n_inputs = len(recorder.ranges)
+        arguments.append(recorder.alias(value, alignments[len(recorder.inputs)]) if ghostly else value)
+    n_inputs = len(recorder.inputs)
     with contextlib.ExitStack() as stack:
         for namespace in namespaces:
             stack.enter_context(patched(namespace, session.patches(namespace, recorder.empty_strided)))

@@ -20,6 +20,7 @@ from pgraph.compat import UnwrappedMode, lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
 from pgraph.errors import CaptureError
 from pgraph.native import ghosts
+from pgraph.native.timeline import Place
 from pgraph.ops.fx import VIEWS, flat_values, is_builtin, is_custom, op_name
 from pgraph.reasons import Dispatch, Reason
 from pgraph.template.topology import Topology
@@ -45,7 +46,7 @@ def uncollected() -> Iterator[None]:
 
 @dataclasses.dataclass(slots=True)
 class GhostRange:
-    """An allocation while it is being watched."""
+    """An allocation of a capture that is over."""
 
     address: int
     nbytes: int
@@ -68,13 +69,16 @@ class _Facts(NamedTuple):
 
 
 class Recorder(UnwrappedMode):
-    """Sends each dispatched op to the session and keeps the allocation timeline.
-
-    A range is dead when its storage is (Note [Storages that tell] in `pgraph.native.watch`).
+    """Sends each dispatched op to the session and keeps the timeline of allocations.
 
     Args:
         session: a capture that has just begun.
         like: the ops of an earlier capture of the same code.
+
+    Attributes:
+        ranges: of all allocations, once the capture is over.
+        inputs: the aliases.
+        counters: of the inputs.
     """
 
     def __init__(self, session: Session, like: Sequence[Dispatch] = ()) -> None:
@@ -82,37 +86,36 @@ class Recorder(UnwrappedMode):
         self._session = session
         self._arena = session.arena
         self._calls = ghosts.calls()
+        self._timeline = self._calls.timeline(_place(session))
         self._like = like
         self.ranges: list[GhostRange] = []
         self.inputs: list[weakref.ref[torch.Tensor]] = []
-        self.counters: list[torch.Tensor] = []  # of the inputs
-        self._watch = self._calls.watch()
-        self._known: set[int] = set()  # addresses of ranges that live
-        # (arena position, nodes recorded) at each boundary: tells when an address was handed out.
-        self._marks: list[tuple[int, int]] = []
-        self._position = self._count = -1  # at the last boundary
+        self.counters: list[torch.Tensor] = []
         self._facts: dict[int, _Facts] = {}
         self.builtin: set[int] = set()
         self.ops: list[Dispatch] = []
+        self.boundary = self._timeline.boundary
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         facts = self._facts.get(id(func)) or self._told(func)
-        kwargs = kwargs or {}
-        known = len(self.ranges)
-        before = after = self.boundary()
+        timeline, session = self._timeline, self._session
+        if kwargs is None:
+            kwargs = {}
+        known = len(timeline) if facts.custom else 0
+        before = after = timeline.boundary()
         try:
             if facts.view and isinstance(args[0], torch.Tensor):  # of a number it makes a tensor
-                result = self._session.run_view(func, args, kwargs)
-                self._adopt_all(result, before)
+                result = session.run_view(func, args, kwargs)
+                session.held += timeline.adopt(result, before)
                 return result
             if facts.in_parts:
                 result, after = self._in_parts(func, args, kwargs, before)
             else:
-                result = self._session.run_op(func, args, kwargs)
-                self._adopt_all(result, before)
-                after = self._session.node_count()
+                result = session.run_op(func, args, kwargs)
+                session.held += timeline.adopt(result, before)
+                after = timeline.count()
         except Exception as e:
             raise failure_of(e, numbered(self.ops, dispatch_of(func, args, kwargs, before, before))) from e
         if after > before:
@@ -121,12 +124,12 @@ class Recorder(UnwrappedMode):
             self._note_op(facts, args, kwargs, before, after)
         elif (
             facts.custom
-            and (any(r.nbytes for r in self.ranges[known:]) or _writes(func, args, kwargs))
-            and self._session.checked_count() == after
+            and (any(nbytes for _, nbytes, *_ in timeline.seen()[known:]) or _writes(func, args, kwargs))
+            and session.checked_count() == after
         ):
             culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))
             raise CaptureError(not_recorded(facts.name), culprit=culprit)
-        self.boundary(after)  # nothing was recorded since it was counted
+        timeline.boundary(after)  # nothing was recorded since it was counted
         return result
 
     def _note_op(
@@ -135,7 +138,7 @@ class Recorder(UnwrappedMode):
         place = len(self.ops)
         call = self._like[place] if place < len(self._like) else None
         # What has the same name and recorded the same nodes is the same call: it need not be described again.
-        if call is None or (call.op, call.first, call.end) != (facts.name, first, end):
+        if call is None or call.end != end or call.first != first or call.op != facts.name:
             call = Dispatch(facts.name, first, end, *arguments_of(facts.op, args, kwargs))
         self.ops.append(call)
 
@@ -156,8 +159,8 @@ class Recorder(UnwrappedMode):
             if count > before:
                 self.boundary(count)
             results.append(self._session.run_op(op, part, kwargs))
-            self._adopt_all(results[-1], count)
-            count = self._session.node_count()
+            self._session.held += self._timeline.adopt(results[-1], count)
+            count = self._timeline.count()
         return joined(results), count
 
     @property
@@ -171,7 +174,7 @@ class Recorder(UnwrappedMode):
         ghost = self._arena.tensor(
             address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
         )
-        self._track(ghost, address, nbytes, birth=0)
+        self._timeline.track(ghost, address, nbytes, 0)
         ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
         self.inputs.append(weakref.ref(ghost))
         self.counters.append(self._calls.counter_of(ghost))
@@ -182,30 +185,12 @@ class Recorder(UnwrappedMode):
         birth = self.boundary()
         ghost = self._arena.empty_strided(size, stride, dtype)
         _, address, nbytes = self._calls.storage_of(ghost)  # the address of an empty tensor is 0, this is not
-        self._track(ghost, address, nbytes, birth)
+        self._timeline.track(ghost, address, nbytes, birth)
         return ghost
-
-    def boundary(self, count: int | None = None) -> int:
-        """Note deaths up to now; returns the number of nodes recorded.
-
-        Args:
-            count: that number, where it was just asked for: a driver needs longer to tell than all else here.
-        """
-        if count is None:
-            count = self._session.node_count()
-        position = self._arena.position
-        if count != self._count or position != self._position:
-            self._count, self._position = count, position
-            self._marks.append((position, count))
-        for number in self._watch.ended():
-            r = self.ranges[number]
-            r.death = count
-            self._known.discard(r.address)
-        return count
 
     def steps(self, order: Topology) -> tuple[int, ...]:
         """Counts of nodes at the boundaries that are joins."""
-        return tuple(sorted({count for _, count in self._marks}.intersection(order.joins)))
+        return tuple(sorted({count for _, count in self._timeline.marks()}.intersection(order.joins)))
 
     def builtin_nodes(self, order: Topology) -> frozenset[int]:
         """Nodes recorded by built-in ops; where ops overlap, only if all of them are built-in."""
@@ -222,34 +207,14 @@ class Recorder(UnwrappedMode):
             r.birth = order.before(r.birth)
             r.death = order.after(r.death) if r.death is not None else None
 
-    def _adopt_all(self, results: Any, birth: int) -> None:
-        if type(results) is torch.Tensor:
-            self._adopt(results, birth)
-            return
-        for leaf in flat_values(results):
-            if isinstance(leaf, torch.Tensor):
-                self._adopt(leaf, birth)
-
-    def _adopt(self, tensor: torch.Tensor, birth: int) -> None:
-        found = self._watch.first_seen(tensor)
-        if found is None:
-            return  # a view, an argument, an alias of an input: its storage may begin before its range
-        (address, nbytes), arena = found, self._arena
-        if nbytes == 0 and tensor.device == arena.device:
-            self._track(tensor, arena.take(0), 0, birth)  # allocators give no address
-        elif arena.low <= address < arena.high and address not in self._known:
-            self._track(tensor, address, nbytes, birth)
-            self._session.held += self._watch.holds
-
-    def _track(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
-        owner = self._watch.add(tensor, len(self.ranges))
-        self.ranges.append(GhostRange(address, nbytes, birth, self._arena.guard, owner))
-        self._known.add(address)
-
     def finish(self) -> None:
         """Note the last deaths, and give back the memory of what has died."""
         self.boundary()
-        self._watch.let_go()
+        self._timeline.let_go()
+        self.ranges = [
+            GhostRange(address, nbytes, birth, self._arena.guard, owner, death)
+            for address, nbytes, birth, death, owner in self._timeline.seen()
+        ]
 
     def all_gone(self) -> None:
         """Make sure that the program kept none of the ghosts.
@@ -258,10 +223,10 @@ class Recorder(UnwrappedMode):
             CaptureError: it did (an op that remembers its arguments, for example). The addresses are then
                 never given back: no later tensor gets an address that the program may still read.
         """
-        kept = self._kept()
+        kept = self._timeline.living()
         if kept:
             gc.collect()  # a cycle of references (an exception's frames) keeps nothing for good
-            kept = self._kept()
+            kept = self._timeline.living()
         if kept:
             self._arena.leaked = True
             raise CaptureError(
@@ -270,15 +235,13 @@ class Recorder(UnwrappedMode):
 
     def close(self) -> None:
         """Watch nothing any more. To be called last."""
-        self._watch.close()
-
-    def _kept(self) -> list[int]:
-        return self._watch.living()
+        self._timeline.close()
 
     def add_hidden(self) -> None:
         """Add what ops allocated for themselves; the arena's position tells when."""
         tracked = {r.address: r for r in self.ranges}
-        positions = [position for position, _ in self._marks]
+        marks = self._timeline.marks()
+        positions = [position for position, _ in marks]
         for h in self._session.hidden():
             if h.address in tracked:
                 r = tracked[h.address]
@@ -288,10 +251,25 @@ class Recorder(UnwrappedMode):
                 self._arena.leaked = True
                 raise CaptureError(library_kept(h.nbytes))
             k = bisect.bisect_right(positions, h.address) - 1
-            birth = self._marks[max(k, 0)][1]
-            death = self._marks[min(k + 1, len(self._marks) - 1)][1] if h.freed else None
+            birth = marks[max(k, 0)][1]
+            death = marks[min(k + 1, len(marks) - 1)][1] if h.freed else None
             # Kept until just now, and by no tensor: a library's workspace.
             self.ranges.append(GhostRange(h.address, h.nbytes, birth, 0, None, death, library=not h.freed))
+
+
+def _place(session: Session) -> Place:
+    arena = session.arena
+    return Place(
+        arena.low,
+        arena.high,
+        arena.device.index if arena.device.type == "cuda" else -1,
+        session.node_count,
+        lambda: arena.position,
+        arena.take,
+        flat_values,
+        *(session.counter() or (0, 0)),
+        arena.cursor or 0,
+    )
 
 
 def _writes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -112,6 +112,11 @@ class Arena(abc.ABC):
     def position(self) -> int:
         """Every address handed out so far lies below it."""
 
+    @property
+    def cursor(self) -> int | None:
+        """The address of eight bytes that hold `position`; None if there are none."""
+        return None
+
     @abc.abstractmethod
     def take(self, nbytes: int, phase: int = 0) -> int:
         """A fresh range of `nbytes` bytes whose address is `phase` modulo `ALIGNMENT`.
@@ -163,6 +168,14 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def node_count(self) -> int:
         """Number of nodes recorded so far. Should it be wrong, `end` raises."""
+
+    def counter(self) -> tuple[int, int] | None:
+        """A C function that tells what `node_count` does: its address, and its argument. None: there is none.
+
+        It takes one pointer and returns an int64. Below 0: ask `node_count`; and if that tells of nodes then,
+        never call the function again. Both last as long as the session.
+        """
+        return None
 
     def checked_count(self) -> int:
         """As `node_count`, and not wrong, however long that takes."""

@@ -14,7 +14,7 @@ import torch
 
 from pgraph.compat import counter_of, tensor_layout
 from pgraph.native import libraries
-from pgraph.native.watch import AskingWatch, Watch
+from pgraph.native.timeline import AskingTimeline, Place, Timeline
 
 __all__ = ["GhostCalls", "calls", "in_python"]
 
@@ -29,13 +29,13 @@ class GhostCalls(NamedTuple):
             No dispatch mode sees how it is made.
         storage_of: tensor -> (number, address, bytes) of its storage. No two that live have one number.
         counter_of: see `pgraph.compat.counter_of`.
-        watch: () -> what watches the storages of a capture.
+        timeline: where -> the allocations of a capture.
     """
 
     ghost: Callable[[int, int, int, Sequence[int], Sequence[int], torch.dtype, int], torch.Tensor]
     storage_of: Callable[[torch.Tensor], tuple[int, int, int]]
     counter_of: Callable[[torch.Tensor], torch.Tensor]
-    watch: Callable[[], Watch]
+    timeline: Callable[[Place], Timeline]
 
 
 def _ghost(
@@ -59,7 +59,7 @@ def _storage_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage._cdata, storage.data_ptr(), storage.nbytes()
 
 
-in_python = GhostCalls(_ghost, _storage_of, counter_of, AskingWatch)
+in_python = GhostCalls(_ghost, _storage_of, counter_of, AskingTimeline)
 """The reference, and what serves where there is no C++."""
 
 
@@ -69,6 +69,6 @@ def calls() -> GhostCalls:
     library, (offset, implementation) = libraries.load_tensors(), tensor_layout()
     if library is None or not offset:
         return in_python
-    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.c_uint64, *[ctypes.py_object] * 2)
+    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.c_uint64, *[ctypes.py_object] * 3)
     functions: Any = made(("pg_ghost_functions", library))
-    return GhostCalls(*functions(offset, implementation, *in_python[1:3]))
+    return GhostCalls(*functions(offset, implementation, *in_python[1:3], torch.Tensor))

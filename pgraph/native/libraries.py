@@ -147,7 +147,9 @@ def load_tensors() -> ctypes.CDLL | None:
         flags.append("-DPGRAPH_CUDA")
     tag = f"-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     try:
-        path = _build("tensors.cpp", *flags, *_torch_flags(root, *names), tag=tag, parts=("watch.h",))
+        path = _build(
+            "tensors.cpp", *flags, *_torch_flags(root, *names), tag=tag, parts=("watch.h", "timeline.h")
+        )
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
         _lack("tensors.cpp", "Python functions make the results of launches", e)

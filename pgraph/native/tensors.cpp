@@ -17,6 +17,8 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 /* From torch/csrc/autograd/python_variable.h, which would take ten times as long to compile. */
@@ -97,7 +99,7 @@ namespace {
  * in `launch.c`). */
 int64_t handle_offset;
 uint64_t handle_class;
-PyObject* others[2]; /* what serves a tensor of another class: see pg_ghost_functions */
+PyObject* others[3]; /* what serves a tensor of another class, and torch.Tensor: see pg_ghost_functions */
 
 const at::TensorBase* held(PyObject* tensor)
 {
@@ -190,6 +192,8 @@ PyObject* ghost(PyObject*, PyObject* const* args, Py_ssize_t count)
 
 #include "watch.h"
 
+#include "timeline.h"
+
 PyMethodDef ghost_functions[] = {
     {"ghost", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ghost)), METH_FASTCALL, nullptr},
     {"storage_of", storage_of, METH_O, nullptr},
@@ -201,18 +205,20 @@ PyMethodDef ghost_functions[] = {
 /* The functions of ghosts.py that C++ has, in its order, and the class in the end.
  *
  * offset, implementation: see `held`.
- * storage, counter: the Python functions that do the same of any tensor. */
+ * storage, counter: the Python functions that do the same of any tensor.
+ * tensor: the class of plain tensors. */
 extern "C" PyObject* pg_ghost_functions(
-    int64_t offset, uint64_t implementation, PyObject* storage, PyObject* counter)
+    int64_t offset, uint64_t implementation, PyObject* storage, PyObject* counter, PyObject* tensor)
 {
     constexpr Py_ssize_t count = sizeof ghost_functions / sizeof *ghost_functions;
     handle_offset = offset;
     handle_class = implementation;
     others[0] = Py_NewRef(storage);
     others[1] = Py_NewRef(counter);
+    others[2] = Py_NewRef(tensor);
     PyObject* made = PyTuple_New(count + 1);
     for (Py_ssize_t i = 0; made != nullptr && i <= count; i++) {
-        PyObject* part = i < count ? PyCFunction_New(&ghost_functions[i], nullptr) : watch_class();
+        PyObject* part = i < count ? PyCFunction_New(&ghost_functions[i], nullptr) : timeline_class();
         if (part == nullptr)
             Py_CLEAR(made);
         else

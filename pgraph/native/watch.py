@@ -1,54 +1,19 @@
-"""Which storages still live, while a partition is captured.
+"""Which storages still live, while a partition is captured, where there is no C++.
 
-Note [Storages that tell]
-In C++ a watched storage owns a token that owns its memory. When the storage goes, the token notes that, and
-hands the memory on: it is held until the capture is over. So nobody asks, and the allocator cannot hand out
-again what ops returned (Note [One pool per op] in `pgraph.drivers.cuda.session`). A storage whose memory is
-replaced or taken away (``resize_``) counts as gone from then on.
-
-Without C++ those are asked that may have gone. A storage cannot die before the tensor object that it was
-first seen in, so only those whose object is gone are asked (views may keep their storages). One that gave its
-storage away while it lived (``set_``) is never asked: it then counts as living, which is safe.
+A storage cannot die before the tensor object that it was first seen in, so only those are asked whose object
+is gone (views may keep their storages). One that gave its storage away while it lived (``set_``) is never
+asked: it then counts as living, which is safe.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
 import torch
 
 from pgraph.compat import forget_storage, storage_is_gone, weak_storage
 
-__all__ = ["AskingWatch", "Watch"]
-
-
-class Watch(Protocol):
-    """The storages of one capture, by numbers that the caller gives.
-
-    Attributes:
-        holds: the memory of what has gone is kept until `let_go`.
-    """
-
-    holds: bool
-
-    def first_seen(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(address, bytes) of a tensor's storage; None if it is watched already."""
-
-    def add(self, tensor: torch.Tensor, number: int) -> int:
-        """Watch its storage, which is not watched yet; returns what PyTorch calls it (`_cdata`)."""
-
-    def ended(self) -> list[int]:
-        """Numbers of those that have gone since this was asked last, in any order."""
-
-    def living(self) -> list[int]:
-        """Numbers of those that have not gone, ascending."""
-
-    def let_go(self) -> None:
-        """Give back memory that is held, and hold none from now on."""
-
-    def close(self) -> None:
-        """As `let_go`. To be called last."""
+__all__ = ["AskingWatch"]
 
 
 class _Object(weakref.ref[torch.Tensor]):
@@ -58,10 +23,8 @@ class _Object(weakref.ref[torch.Tensor]):
     owner: int
 
 
-class AskingWatch(Watch):
-    """The reference, and what serves without C++."""
-
-    holds = False
+class AskingWatch:
+    """The storages of one capture, by numbers that the caller gives."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # by weak reference, of those that are not known to have gone
@@ -71,10 +34,12 @@ class AskingWatch(Watch):
         self._owners: list[int] = []
 
     def first_seen(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(address, bytes) of a tensor's storage; None if it is watched already."""
         storage = tensor.untyped_storage()
         return None if storage._cdata in self._numbers else (storage.data_ptr(), storage.nbytes())
 
     def add(self, tensor: torch.Tensor, number: int) -> int:
+        """Watch its storage, which is not watched yet; returns what PyTorch calls it (`_cdata`)."""
         owner = weak_storage(tensor.untyped_storage())
         self._owners.append(owner)
         self._numbers[owner] = number
@@ -85,6 +50,7 @@ class AskingWatch(Watch):
         return owner
 
     def ended(self) -> list[int]:
+        """Numbers of those that have gone since this was asked last, in any order."""
         while self._lost:
             self._orphans[self._lost.pop().owner] = None
         gone = [owner for owner in self._orphans if storage_is_gone(owner)] if self._orphans else []
@@ -93,12 +59,11 @@ class AskingWatch(Watch):
         return [self._numbers.pop(owner) for owner in gone]
 
     def living(self) -> list[int]:
+        """Numbers of those that have not gone, ascending."""
         return sorted(number for owner, number in self._numbers.items() if not storage_is_gone(owner))
 
-    def let_go(self) -> None:
-        return None
-
     def close(self) -> None:
+        """Watch nothing any more. To be called last."""
         while self._owners:
             forget_storage(self._owners.pop())
         self._numbers.clear()

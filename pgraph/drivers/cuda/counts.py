@@ -69,16 +69,22 @@ class NodeCount:
         stream: that is captured.
         graph: the capture's.
         counting: how; it learns from this one.
+
+    Attributes:
+        counter: see `pgraph.drivers.interface.Session.counter`.
     """
 
     def __init__(self, stream: int, graph: int, counting: Counting) -> None:
         self._graph, self._counting = graph, counting
         library, functions = libraries.load(), None if counting.whole else _functions()
+        self.counter: tuple[int, int] | None = None
         self._entry: PathEntry | None = None
         if library is not None and functions is not None:
             info, before, behind = functions
             self._entry = PathEntry(info=info, before=before, behind=behind, stream=stream)
             self._place, self._count = ctypes.addressof(self._entry), library.pg_count
+            self.counter = address_of(library.pg_count), self._place
+        self._kept = self._entry  # the counter's argument
         self._certain = True
         self._walked = self._entry is not None
 

@@ -96,6 +96,10 @@ class CudaArena(Arena):
         return self.state.position
 
     @property
+    def cursor(self) -> int | None:
+        return ctypes.addressof(self.state) + ArenaState.position.offset
+
+    @property
     def device(self) -> torch.device:
         return self._device
 

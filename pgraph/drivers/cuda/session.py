@@ -81,6 +81,9 @@ class CudaSession(Session):
     def node_count(self) -> int:
         return self._nodes.now()
 
+    def counter(self) -> tuple[int, int] | None:
+        return self._nodes.counter
+
     def checked_count(self) -> int:
         return self._nodes.checked()
 
