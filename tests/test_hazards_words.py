@@ -21,6 +21,7 @@ from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
 from pgraph.template import match
+from pgraph.template.plain_regions import in_python
 
 FRAMEWORK = (0x7EEE_0000_0000, 1 << 20)
 
@@ -107,17 +108,15 @@ def test_pointer_looking_constants(cured: bool, monkeypatch: pytest.MonkeyPatch)
     """A number is never rewritten because it looks like an address: both captures must agree."""
     if not cured:
         # What a single capture would do: anything that looks like a pointer is one.
-        real = match._Matcher.node
+        real = match._Matcher.word
 
-        def guess(self: Any, index: int, a: Any, b: Any) -> Any:
-            words = range(0, len(a.params), 8)
-            found = real(self, index, a, b)
-            known = {s.offset for s in found}
-            return found + [
-                match.Slot(index, w, 0, 0) for w in words if w not in known and a.kind == "kernel"
-            ]
+        def guess(self: Any, index: int, offset: int, va: int, vb: int) -> Any:
+            found = real(self, index, offset, va, vb)
+            is_kernel = self._a.nodes[index].kind == "kernel"
+            return match.Slot(index, offset, 0, 0) if found is None and is_kernel else found
 
-        monkeypatch.setattr(match._Matcher, "node", guess)
+        monkeypatch.setattr(match._Matcher, "word", guess)
+        monkeypatch.setattr(match, "suspects", lambda a, b, spans: in_python(a, b, [(0, 1 << 64)]))
         monkeypatch.setattr(host_execs, "run", lambda node, params: None)
 
     def check() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
 from pgraph.template.match import match
-from pgraph.template.plain_regions import PlainRegions
+from pgraph.template.plain_regions import PlainRegions, in_python, suspects
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, NodeRecord, Recording
 from pgraph.template.template import Slot
@@ -298,6 +298,51 @@ def test_what_is_told_at_once_is_what_the_rules_say(case: tuple[Recording, Recor
         patch.setattr(RangeMap, "span", (0, 1 << 64))
         patch.setattr(PlainRegions, "slot", lambda self, *word: None)
         assert outcome(*case) == found
+
+
+_bits = st.sampled_from((0, 1, 99, 100, 101, 199, 200, (1 << 64) - 1))
+_spans = st.lists(st.tuples(_bits, _bits), max_size=3)
+
+
+@st.composite
+def two_of_a_kind(draw: st.DrawFn) -> list[tuple[NodeRecord, NodeRecord]]:
+    """Nodes of two captures; some of their bytes are no whole word."""
+    pairs = []
+    for words in draw(st.lists(st.lists(st.tuples(_bits, _bits), max_size=4), max_size=5)):
+        rest = bytes(draw(st.integers(0, 7)))
+        kinds = (struct.pack(f"={len(words)}Q", *(word[c] for word in words)) + rest for c in (0, 1))
+        x, y = (NodeRecord("kernel", "k", (), params) for params in kinds)
+        pairs.append((x, y))
+    return pairs
+
+
+@settings(max_examples=500)
+@given(two_of_a_kind(), _spans)
+def test_suspects_in_c_are_those_in_python(
+    pairs: list[tuple[NodeRecord, NodeRecord]], spans: list[tuple[int, int]]
+) -> None:
+    first, second = [x for x, _ in pairs], [y for _, y in pairs]
+    assert list(suspects(first, second, spans)) == list(in_python(first, second, spans))
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.integers(0, 4)), max_size=8))
+def test_undisturbed_ranges_are_found_at_each_byte(gaps: list[tuple[int, int, int]]) -> None:
+    """Gaps may be shorter than the margins beside them: then some of those may be left out."""
+    ranges, at, apart = [], 100, True
+    for gap, nbytes, margin in gaps:
+        apart &= not ranges or gap >= margin + ranges[-1][2]
+        ranges.append((at + gap, nbytes, margin))
+        at += gap + nbytes
+    ranges.reverse()
+    found = RangeMap(ranges)
+    everywhere = {
+        i
+        for i, (first, nbytes, _) in enumerate(ranges)
+        if all(found.find(byte) == (i, byte - first) for byte in range(first, first + nbytes))
+    }
+    assert found.undisturbed() <= everywhere
+    assert not apart or found.undisturbed() == everywhere
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def load() -> ctypes.CDLL | None:
         read.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
     library.pg_count.restype = ctypes.c_int64
     library.pg_count.argtypes = [ctypes.c_void_p]
+    library.pg_suspects.restype = ctypes.c_int64
+    library.pg_suspects.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in "pppipip"]
     library.pg_pack_all.restype = None
     library.pg_pack_all.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
     library.pg_launch.restype = ctypes.c_int64

@@ -3,6 +3,7 @@
  * pg_read_nodes: types, and the parameters of kernels.
  * pg_read_kept: what an exec keeps of kernels.
  * pg_pack_all: the parameters of all kernels, gathered.
+ * pg_suspects: which of their words may be addresses.
  * pg_count: the nodes of a capture under way (Note [Counted along the path] in pgraph/drivers/cuda/counts.py).
  */
 
@@ -119,6 +120,37 @@ void pg_pack_all(char *data, const pg_packing *all, int64_t count)
         else
             memcpy(data + all[i].at, all[i].from, all[i].count);
     }
+}
+
+typedef struct {
+    int32_t node, word;
+    uint64_t first, second;
+} pg_suspect;
+
+typedef struct {
+    uint64_t low, high; /* [low, high) */
+} pg_span;
+
+/* The words that differ, or lie in one of the spans; returns their number.
+ *
+ * ends: of each node, how many words there are up to its last. found: room for all words. */
+int64_t pg_suspects(const uint64_t *first, const uint64_t *second, const int64_t *ends, int64_t n_nodes,
+                    const pg_span *spans, int64_t n_spans, pg_suspect *found)
+{
+    pg_suspect *next = found;
+    int64_t at = 0;
+    for (int64_t node = 0; node < n_nodes; node++) {
+        const int64_t begin = at;
+        for (; at < ends[node]; at++) {
+            const uint64_t value = first[at];
+            int suspect = value != second[at];
+            for (int64_t i = 0; i < n_spans; i++)
+                suspect |= spans[i].low <= value && value < spans[i].high;
+            if (suspect)
+                *next++ = (pg_suspect){(int32_t)node, (int32_t)(at - begin), value, second[at]};
+        }
+    }
+    return next - found;
 }
 
 typedef int (*fn_info)(void *stream, int *status, uint64_t *id, void **graph, void *const **ends, size_t *count);

@@ -63,7 +63,7 @@ Cost: O(regions), and O(log(regions)) for each word that moves.
 
 from __future__ import annotations
 
-import struct
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,12 +107,14 @@ def match(
     _same_structure(a, b)
     matcher = _Matcher(a, b, framework, workspaces, constants)
     slots: list[Slot] = []
-    for index, (node_a, node_b) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+    for index, word, va, vb in suspects(a.nodes, b.nodes, [framework.span] if framework is not None else []):
         try:
-            slots += matcher.node(index, node_a, node_b)
+            slot = matcher.word(index, word * 8, va, vb)
         except MatchError as e:
             e.node = index
             raise
+        if slot is not None:
+            slots.append(slot)
     return tuple(slots)
 
 
@@ -176,7 +178,6 @@ class _Matcher:
     ) -> None:
         self._a, self._b = a, b
         self._map_a = RangeMap([(r.address, r.nbytes, r.margin) for r in a.allocations])
-        self._map_b = RangeMap([(r.address, r.nbytes, r.margin) for r in b.allocations])
         self._framework = framework
         self._workspaces = workspaces
         self._constants = constants
@@ -186,23 +187,21 @@ class _Matcher:
             self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
         self._plain = PlainRegions(a.allocations, b.allocations, self._moved, self._map_a)
 
-    def node(self, index: int, node_a: NodeRecord, node_b: NodeRecord) -> list[Slot]:
-        words = len(node_a.params) // 8
-        values_a = struct.unpack_from(f"={words}Q", node_a.params)
-        values_b = struct.unpack_from(f"={words}Q", node_b.params)
-        builtin = index in self._builtin
-        structs = node_a.structs if builtin else ()
-        slots = []
-        for w, va, vb in suspects(values_a, values_b, self._framework):
-            if (slot := self._plain.slot(index, w * 8, va, vb)) is not None:
-                slots.append(slot)
-                continue
-            word = _Word(node_a, index, w * 8, builtin, any(low <= w * 8 < high for low, high in structs))
-            if va == vb:
-                self._constant(word, va)
-            elif (slot := self._moving(word, va, vb)) is not None:
-                slots.append(slot)
-        return slots
+    @functools.cached_property
+    def _map_b(self) -> RangeMap:  # of what few words ask
+        return RangeMap([(r.address, r.nbytes, r.margin) for r in self._b.allocations])
+
+    def word(self, index: int, offset: int, va: int, vb: int) -> Slot | None:
+        slot = self._plain.slot(index, offset, va, vb)
+        if slot is not None:
+            return slot
+        record, builtin = self._a.nodes[index], index in self._builtin
+        loose = builtin and any(low <= offset < high for low, high in record.structs)
+        word = _Word(record, index, offset, builtin, loose)
+        if va != vb:
+            return self._moving(word, va, vb)
+        self._constant(word, va)
+        return None
 
     def _constant(self, word: _Word, value: int) -> None:
         found = self._in_framework(value)

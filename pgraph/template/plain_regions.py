@@ -6,31 +6,62 @@ alone decide what is refused. Nothing here says anything else of a word than tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import array
+import ctypes
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
+from pgraph.native import libraries
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import GhostAllocation
+from pgraph.template.recording import GhostAllocation, NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["PlainRegions", "suspects"]
+__all__ = ["PlainRegions", "Suspect", "in_python", "suspects"]
+
+Suspect = tuple[int, int, int, int]
+"""The position of a node, that of a word in its parameters, and its values in two captures."""
 
 _MASK = (1 << 64) - 1
 _NEVER = 1 << 62
+_SUSPECT = struct.Struct("=2i2Q")
 
 
 def suspects(
-    first: Sequence[int], second: Sequence[int], framework: RangeMap | None
-) -> list[tuple[int, int, int]]:
-    """(position, its two values) of the words that may be anything but a constant.
-
-    Those left out are equal and lie outside the framework's memory.
+    first: Sequence[NodeRecord], second: Sequence[NodeRecord], spans: Sequence[tuple[int, int]]
+) -> Iterable[Suspect]:
+    """Words that may be anything but constants, in order: those that differ, or lie in a span.
 
     Args:
-        first, second: words of one node in two captures.
+        first, second: the nodes of two captures, with as many bytes of parameters each.
+        spans: [low, high) of addresses.
     """
-    low, high = framework.span if framework is not None else (0, 0)
-    pairs = enumerate(zip(first, second, strict=True))
-    return [(i, a, b) for i, (a, b) in pairs if a != b or low <= a < high]
+    library = libraries.load()
+    if library is None:
+        return in_python(first, second, spans)
+    ends = array.array("q", accumulate(len(node.params) // 8 for node in first))
+    limits = array.array("Q", (min(max(limit, 0), _MASK) for span in spans for limit in span))
+    words = ends[-1] if ends else 0
+    found = ctypes.create_string_buffer(max(words, 1) * _SUSPECT.size)
+    values = [
+        b"".join([node.params[: len(node.params) // 8 * 8] for node in nodes]) for nodes in (first, second)
+    ]
+    places = ends.buffer_info()[0], len(ends), limits.buffer_info()[0], len(spans)
+    count = library.pg_suspects(*values, *places, ctypes.addressof(found))
+    return _SUSPECT.iter_unpack(memoryview(found)[: count * _SUSPECT.size])
+
+
+def in_python(
+    first: Sequence[NodeRecord], second: Sequence[NodeRecord], spans: Sequence[tuple[int, int]]
+) -> Iterator[Suspect]:
+    """The reference of `suspects`."""
+    for index, (x, y) in enumerate(zip(first, second, strict=True)):
+        layout = f"={len(x.params) // 8}Q"
+        one, other = struct.unpack_from(layout, x.params), struct.unpack_from(layout, y.params)
+        found = {word for word, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
+        for low, high in spans:
+            found.update([word for word, a in enumerate(one) if low <= a < high])
+        yield from ((index, word, one[word], other[word]) for word in sorted(found))
 
 
 class PlainRegions:
@@ -54,17 +85,12 @@ class PlainRegions:
         # By how far it moved: (region, first and one past its last byte in the first capture, the node from
         # which and before which it is alive, in one capture or in both).
         self._plain: dict[int, tuple[int, int, int, int, int]] = {}
+        undisturbed = found.undisturbed()
         for distance, regions in moved.items():
             i, x, y = regions[0], a[regions[0]], b[regions[0]]
-            if len(regions) > 1 or distance == 0 or x.nbytes == 0:
-                continue
-            # The higher an address, the further the range that is found: what is found at both ends of a
-            # region is found between them.
-            end = x.address + x.nbytes
-            ends = found.find(x.address), found.find(end - 1)
-            if all(hit is not None and hit[0] == i for hit in ends):
+            if len(regions) == 1 and distance != 0 and x.nbytes > 0 and i in undisturbed:
                 death = _NEVER if x.death is None or y.death is None else max(x.death, y.death)
-                self._plain[distance] = i, x.address, end, x.birth, death
+                self._plain[distance] = i, x.address, x.address + x.nbytes, x.birth, death
 
     def slot(self, node: int, offset: int, a: int, b: int) -> Slot | None:
         """The slot that a word is; None if that takes the rules.

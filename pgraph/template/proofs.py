@@ -25,11 +25,11 @@ size is captured a second time, and then proves more.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Hashable, Sequence
 from typing import Final
 
 from pgraph.template.kernel_names import CUDNN_KERNELS
+from pgraph.template.plain_regions import suspects
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
@@ -91,14 +91,13 @@ class Proofs:
         nodes = self._known.get(_structure(recording))
         if nodes is None:
             return None
-        found: list[Slot] = []
+        expected: dict[tuple[int, int], int] = {}  # by node and offset: a region
         for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
             words = known.get(_kind(node))
-            mine = _slots(recording, i, node, words, framework, constants) if words is not None else None
-            if mine is None:
+            if words is None:
                 return None
-            found += mine
-        return tuple(found)
+            expected.update(((i, offset), region) for offset, region in words)
+        return _slots(recording, expected, framework, constants)
 
 
 def _structure(recording: Recording) -> Hashable | None:
@@ -135,31 +134,28 @@ def _kind(node: NodeRecord) -> Hashable:
 
 def _slots(
     recording: Recording,
-    index: int,
-    node: NodeRecord,
-    words: _Words,
+    expected: dict[tuple[int, int], int],
     framework: RangeMap | None,
     constants: RangeMap,
-) -> list[Slot] | None:
-    """The slots of one node; None if one of its words is not what was proved."""
-    values = struct.unpack_from(f"={len(node.params) // 8}Q", node.params)
-    expected, found = dict(words), []
+) -> tuple[Slot, ...] | None:
+    """The slots of a recording; None if one of its words is not what was proved."""
+    found = []
     first, end = recording.ghost_range[0] - _NEAR, recording.ghost_range[1] + _NEAR
-    low, high = framework.span if framework is not None else (0, 0)
-    for w, value in enumerate(values):
-        region = expected.get(w * 8)
+    spans = [(first, end)] + ([framework.span] if framework is not None else [])
+    for index, word, value, _ in suspects(recording.nodes, recording.nodes, spans):
+        region = expected.get((index, word * 8))
         if region is not None:
             allocation = recording.allocations[region]
             delta = value - allocation.address
             if not 0 <= delta <= allocation.nbytes or not _alive(allocation, index):
                 return None
-            found.append(Slot(index, w * 8, region, delta))
+            found.append(Slot(index, word * 8, region, delta))
         elif constants.find(value) is None:
-            # Outside of the span nothing is found: most words are told at once.
-            held = framework is not None and low <= value < high and framework.find(value) is not None
+            held = framework is not None and framework.find(value) is not None
             if held or first <= value < end:
                 return None
-    return found
+    # An address that is none here lies outside of its region.
+    return tuple(found) if len(found) == len(expected) else None
 
 
 def _alive(allocation: GhostAllocation, node: int) -> bool:
