@@ -24,6 +24,7 @@ size is captured a second time, and then proves more.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Hashable, Sequence
 from typing import Final
@@ -75,7 +76,7 @@ class Proofs:
             if not 0 <= slot.delta <= recording.allocations[slot.region].nbytes:
                 beyond.add(slot.node)
         for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
-            if i not in beyond and not (node.kind == "kernel" and _ELSEWHERE.search(node.name)):
+            if i not in beyond and not (node.kind == "kernel" and _points_elsewhere(node.name)):
                 known[_kind(node)] = tuple(words.get(i, ()))
 
     def slots(
@@ -98,6 +99,11 @@ class Proofs:
                 return None
             expected.update(((i, offset), region) for offset, region in words)
         return _slots(recording, expected, framework, constants)
+
+
+@functools.lru_cache(maxsize=4096)
+def _points_elsewhere(kernel: str) -> bool:
+    return _ELSEWHERE.search(kernel) is not None
 
 
 def _structure(recording: Recording) -> Hashable | None:

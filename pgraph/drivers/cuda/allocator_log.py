@@ -15,7 +15,7 @@ from pgraph.drivers.cuda.ghost import CudaArena
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import DriverError
 
-__all__ = ["allocator_trace", "clear_trace", "last_logged", "read_trace"]
+__all__ = ["allocator_trace", "clear_trace", "last_logged", "read_trace", "still_held"]
 
 # A block is asked back before it is given back.
 _FREED = ("free_requested", "free_completed")
@@ -59,26 +59,44 @@ def _time_of(entry: dict[str, Any]) -> int:
     return int(entry.get("time_us", -1))
 
 
-def read_trace(
-    arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()
-) -> list[HiddenAllocation]:
+def read_trace(arena: CudaArena, pool: tuple[int, int]) -> list[HiddenAllocation]:
     """Every allocation that the caching allocator placed in the arena, oldest first.
 
     Args:
         pool: id of one of its pools; that is faster.
-        before: what was read before the log was cleared.
 
     Raises:
         DriverError: memory for the arena's stream came from elsewhere, and launches would write to it
             (Note [Pools of the program's own]).
     """
+    sizes, alive = _told(arena, pool, ())
+    return [HiddenAllocation(address, nbytes, address not in alive) for address, nbytes in sizes.items()]
+
+
+def still_held(arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation] = ()) -> set[int]:
+    """The addresses of allocations in the arena that have not been freed.
+
+    Args:
+        pool: as `read_trace` takes it.
+        before: what was read before the log was cleared.
+
+    Raises:
+        DriverError: as `read_trace`.
+    """
+    return _told(arena, pool, before)[1]
+
+
+def _told(
+    arena: CudaArena, pool: tuple[int, int], before: Sequence[HiddenAllocation]
+) -> tuple[dict[int, int], set[int]]:
+    """Bytes by address, and the addresses that are held."""
     found = _replayed(arena, pool, before)
-    return found if len(found) >= arena.segments else _replayed(arena, None, before)
+    return found if len(found[0]) >= arena.segments else _replayed(arena, None, before)
 
 
 def _replayed(
     arena: CudaArena, pool: tuple[int, int] | None, before: Sequence[HiddenAllocation]
-) -> list[HiddenAllocation]:
+) -> tuple[dict[int, int], set[int]]:
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
     low, high, since, stream = arena.low, arena.high, arena.since, arena.stream
@@ -88,12 +106,12 @@ def _replayed(
         address, action = entry.get("addr", -1), entry["action"]  # no address where memory ran out
         if low <= address < high:
             if action == "alloc":
-                sizes[address] = max(sizes.get(address, 0), entry["size"])
+                nbytes = entry["size"]
+                if sizes.setdefault(address, nbytes) < nbytes:
+                    sizes[address] = nbytes
                 alive.add(address)
             elif action in _FREED:
                 alive.discard(address)
-        elif action == "alloc" and stream is not None:
-            on = entry.get("stream")
-            if on == stream:
-                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
-    return [HiddenAllocation(a, n, a not in alive) for a, n in sizes.items()]
+        elif action == "alloc" and stream is not None and entry.get("stream") == stream:
+            raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
+    return sizes, alive

@@ -104,27 +104,32 @@ class CudaGraph:
                 raise CaptureError(node_reason(what))
 
     def cut(self, chunks: Sequence[tuple[int, int]]) -> None:
-        """Be told of which ranges of nodes there will be a part: all nodes, in order."""
+        """Be told of which ranges of nodes there will be a part: all nodes, in order, each range once. The
+        graph itself becomes one of the parts.
+        """
         self._chunks = tuple(chunks)
 
     def part(self, first: int, last: int) -> CudaGraph:
-        """A copy with the nodes [first, last) and the edges between them only; itself, if those are all."""
-        if (first, last) == (0, len(self.nodes)):
-            return self
+        """A graph with the nodes [first, last) and the edges between them only; itself, if those are all."""
         if self._chunks:
             chunks, self._chunks = self._chunks, ()
             self._parts = dict(zip(chunks, _divided(self, chunks), strict=True))
         found = self._parts.pop((first, last), None)
-        return found if found is not None else self._copy(first, last)
+        if found is not None:
+            return found
+        return self if (first, last) == (0, len(self.nodes)) else self._copy(first, last)
 
     def _copy(self, first: int, last: int) -> CudaGraph:
         (clone,) = check(cu.cuGraphClone(self.graph))
-        copy = CudaGraph(clone, [])
-        twins = [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes]
-        for twin in (*twins[:first], *twins[last:]):
-            check(cu.cuGraphDestroyNode(twin))
-        copy.nodes = twins[first:last]
+        copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes])
+        copy._keep(first, last)
         return copy
+
+    def _keep(self, first: int, last: int) -> None:
+        """Destroy all other nodes."""
+        for node in (*self.nodes[:first], *self.nodes[last:]):
+            check(cu.cuGraphDestroyNode(node))
+        self.nodes = self.nodes[first:last]
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -132,17 +137,18 @@ class CudaGraph:
 
 
 def _divided(graph: CudaGraph, chunks: Sequence[tuple[int, int]]) -> list[CudaGraph]:
-    """A part for each of these ranges, which are all nodes of the graph.
+    """A part for each of these ranges, which are all nodes of the graph; it becomes one of them.
 
     By halves: a graph can only be copied as a whole, so to copy it for each part would take the nodes times
     the parts.
     """
     if len(chunks) == 1:
         return [graph]
-    half, begin = len(chunks) // 2, chunks[0][0]
-    border = chunks[half][0] - begin
-    left, right = graph._copy(0, border), graph._copy(border, len(graph.nodes))
-    return [*_divided(left, chunks[:half]), *_divided(right, chunks[half:])]
+    half = len(chunks) // 2
+    border, end = chunks[half][0] - chunks[0][0], len(graph.nodes)
+    left = graph._copy(0, border)
+    graph._keep(border, end)
+    return [*_divided(left, chunks[:half]), *_divided(graph, chunks[half:])]
 
 
 def rebound_copies(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> list[tuple[int, NodeRecord]]:

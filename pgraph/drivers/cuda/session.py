@@ -29,7 +29,7 @@ from cuda.bindings import driver as cu
 from torch.utils._pytree import tree_map_only
 
 from pgraph.drivers.cuda import workspaces
-from pgraph.drivers.cuda.allocator_log import clear_trace, read_trace
+from pgraph.drivers.cuda.allocator_log import clear_trace, read_trace, still_held
 from pgraph.drivers.cuda.counts import Counting, NodeCount, lost
 from pgraph.drivers.cuda.edges import ordered_nodes
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools
@@ -138,8 +138,8 @@ class CudaSession(Session):
             clear_trace()  # it was read: only what follows is of interest
             before = found
         workspaces.drop(self._stream.cuda_stream, self.arena)
-        kept = {h.address for h in read_trace(self.arena, self._pools.latest, before) if not h.freed}
-        return [dataclasses.replace(h, kept=True) if h.address in kept else h for h in found]
+        kept = still_held(self.arena, self._pools.latest, before)
+        return [dataclasses.replace(h, kept=h.address in kept) for h in found] if kept else found
 
     def close(self) -> None:
         """End a capture that went wrong, and leave nothing of it behind."""
