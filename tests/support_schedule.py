@@ -36,7 +36,11 @@ class Together(LoadScopeScheduling):
         return left[0]
 
     def _reschedule(self, node: WorkerController) -> None:
-        """More work for the worker; one with a single test left would wait for another, or the end."""
+        """More work for the worker; one with a single test left would wait for another, or the end. One that
+        takes another's place gets none before it has told its tests.
+        """
+        if node not in self.registered_collections:
+            return
         super()._reschedule(node)
         while self._pending_of(self.assigned_work[node]) == 1 and not node.shutting_down:
             super()._reschedule(node)

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_a_worker_that_crashes_costs_one_test(tmp_path: pathlib.Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert "3 failed, 9 passed" in ran.stdout, ran.stdout + ran.stderr
     assert ran.stdout.count("crashed while running 'test_crashing.py::test_it[") >= 3
+
+
+def test_a_worker_that_has_not_told_its_tests_gets_none() -> None:
+    """As where two crash at once: the new one in the second one's place is still collecting."""
+    together = pytest.importorskip("support_schedule").Together
+    schedule, worker = together.__new__(together), mock.Mock(shutting_down=False)
+    schedule.registered_collections, schedule.assigned_work = {}, {worker: {}}
+    schedule.workqueue = {"test": {"test": False}}
+    schedule._reschedule(worker)
+    assert schedule.workqueue == {"test": {"test": False}}
 
 
 def test_collections_leave_torch_alone() -> None:

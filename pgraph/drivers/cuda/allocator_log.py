@@ -112,6 +112,8 @@ def _replayed(
                 alive.add(address)
             elif action in _FREED:
                 alive.discard(address)
-        elif action == "alloc" and stream is not None and entry.get("stream") == stream:
-            raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
+        elif action == "alloc" and stream is not None:
+            on = entry.get("stream")
+            if on == stream:
+                raise DriverError(f"{entry['size']} bytes came from elsewhere than from ghost memory")
     return sizes, alive
