@@ -155,7 +155,7 @@ def test_kernels_are_proved_one_by_one() -> None:
 @pytest.mark.parametrize("delta", [-8, 1025])
 def test_kernels_that_are_given_addresses_outside_of_their_regions_prove_nothing(delta: int) -> None:
     known = Proofs()
-    known.add(small(), (dataclasses.replace(SLOTS[0], delta=delta), *SLOTS[1:]))
+    known.add(small(), (SLOTS[0]._replace(delta=delta), *SLOTS[1:]))
     assert slots_of(known, large()) is None
 
 

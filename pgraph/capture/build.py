@@ -312,7 +312,7 @@ def _split(
     for slot in slots:
         if slot.region in workspaces:
             key = slot.region, bisect.bisect_right(steps, slot.node)
-            slot = dataclasses.replace(slot, region=lent.setdefault(key, len(regions) + len(lent)))
+            slot = slot._replace(region=lent.setdefault(key, len(regions) + len(lent)))
         moved.append(slot)
     for (whole, step), index in lent.items():
         birth, death = steps[step - 1] if step else 0, steps[step]

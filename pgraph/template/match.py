@@ -106,8 +106,10 @@ def match(
     """
     _same_structure(a, b)
     matcher = _Matcher(a, b, framework, workspaces, constants)
-    slots: list[Slot] = []
-    for index, word, va, vb in suspects(a.nodes, b.nodes, [framework.span] if framework is not None else []):
+    words = suspects(a.nodes, b.nodes, [framework.span] if framework is not None else [])
+    slots, doubtful = matcher.plain.told(words)
+    at_once = len(slots)
+    for index, word, va, vb in doubtful:
         try:
             slot = matcher.word(index, word * 8, va, vb)
         except MatchError as e:
@@ -115,7 +117,7 @@ def match(
             raise
         if slot is not None:
             slots.append(slot)
-    return tuple(slots)
+    return tuple(sorted(slots) if len(slots) > at_once else slots)
 
 
 def _same_structure(a: Recording, b: Recording) -> None:
@@ -185,16 +187,13 @@ class _Matcher:
         self._moved: dict[int, list[int]] = {}  # how far regions moved, modulo 2^64: which ones
         for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
             self._moved.setdefault((x.address - y.address) & _MASK, []).append(i)
-        self._plain = PlainRegions(a.allocations, b.allocations, self._moved, self._map_a)
+        self.plain = PlainRegions(a.allocations, b.allocations, self._moved, self._map_a)
 
     @functools.cached_property
     def _map_b(self) -> RangeMap:  # of what few words ask
         return RangeMap([(r.address, r.nbytes, r.margin) for r in self._b.allocations])
 
     def word(self, index: int, offset: int, va: int, vb: int) -> Slot | None:
-        slot = self._plain.slot(index, offset, va, vb)
-        if slot is not None:
-            return slot
         record, builtin = self._a.nodes[index], index in self._builtin
         loose = builtin and any(low <= offset < high for low, high in record.structs)
         word = _Word(record, index, offset, builtin, loose)

@@ -92,16 +92,15 @@ class PlainRegions:
                 death = _NEVER if x.death is None or y.death is None else max(x.death, y.death)
                 self._plain[distance] = i, x.address, x.address + x.nbytes, x.birth, death
 
-    def slot(self, node: int, offset: int, a: int, b: int) -> Slot | None:
-        """The slot that a word is; None if that takes the rules.
-
-        Args:
-            offset: of the word in the node's parameters, in bytes.
-            a, b: its two values.
-        """
-        plain = self._plain.get((a - b) & _MASK)
-        if plain is not None:
-            region, address, end, birth, death = plain
-            if address <= a < end and birth <= node < death:
-                return Slot(node, offset, region, a - address)
-        return None
+    def told(self, words: Iterable[Suspect]) -> tuple[list[Slot], list[Suspect]]:
+        """The slots that are found at once, and the words that take the rules; both in their order."""
+        plain = self._plain.get
+        slots, doubtful = [], []
+        for word in words:
+            node, position, a, b = word
+            found = plain((a - b) & _MASK)
+            if found is not None and found[1] <= a < found[2] and found[3] <= node < found[4]:
+                slots.append(Slot(node, position * 8, found[0], a - found[1]))
+            else:
+                doubtful.append(word)
+        return slots, doubtful
