@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pgraph.drivers.interface import next_start
 from pgraph.errors import MatchError
+from pgraph.native import libraries
 from pgraph.template.match import match
 from pgraph.template.plain_regions import PlainRegions, in_python, suspects
 from pgraph.template.ranges import RangeMap
@@ -316,6 +317,7 @@ def two_of_a_kind(draw: st.DrawFn) -> list[tuple[NodeRecord, NodeRecord]]:
     return pairs
 
 
+@pytest.mark.skipif(libraries.load() is None, reason="no C compiler, or PGRAPH_NATIVE=0")
 @settings(max_examples=500)
 @given(two_of_a_kind(), _spans)
 def test_suspects_in_c_are_those_in_python(

@@ -95,6 +95,7 @@ def test_a_storage_lives_as_long_as_its_last_tensor(make: Make, capture: Capture
         expected.append(Seen(storage.data_ptr(), storage.nbytes(), birth, None, storage._cdata))
         del storage, tensor
     assert (len(timeline), seen(timeline), timeline.living()) == (2, expected, [0, 1])
+    assert [timeline.seen(first) for first in (1, 2, 3)] == [expected[1:], [], []]
     view = part_of(x)
     assert timeline.adopt([view, (x, y)], 9) == 0
     assert len(timeline) == 2, "all of these were seen"
@@ -335,6 +336,8 @@ def test_storages_that_go_in_other_threads(make: Make, capture: Capture) -> None
         ("track", (torch.zeros(1), -1, 0, 0)),
         ("track", (None, 0, 0, 0)),
         ("boundary", ("one",)),
+        ("seen", ("one",)),
+        ("seen", (-1,)),
     ],
 )
 def test_wrong_arguments_are_errors(capture: Capture, method: str, arguments: tuple[Any, ...]) -> None:

@@ -124,7 +124,7 @@ class Recorder(UnwrappedMode):
             self._note_op(facts, args, kwargs, before, after)
         elif (
             facts.custom
-            and (any(nbytes for _, nbytes, *_ in timeline.seen()[known:]) or _writes(func, args, kwargs))
+            and (any(nbytes for _, nbytes, *_ in timeline.seen(known)) or _writes(func, args, kwargs))
             and session.checked_count() == after
         ):
             culprit = numbered(self.ops, dispatch_of(func, args, kwargs, before, after))

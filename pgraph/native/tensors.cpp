@@ -12,6 +12,8 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/Dtype.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>

@@ -234,9 +234,14 @@ template <typename Items, typename Make> PyObject* list_of(const Items& items, c
     return list;
 }
 
-PyObject* timeline_seen(PyObject* self, PyObject*)
+PyObject* timeline_seen(PyObject* self, PyObject* const* args, Py_ssize_t n)
 {
-    return list_of(history_of(self).seen, [](const Seen& s) {
+    const std::vector<Seen>& all = history_of(self).seen;
+    const size_t first = n > 0 ? PyLong_AsSize_t(args[0]) : 0;
+    if (PyErr_Occurred() != nullptr)
+        return nullptr;
+    const std::vector<Seen> found(all.begin() + static_cast<std::ptrdiff_t>(std::min(first, all.size())), all.end());
+    return list_of(found, [](const Seen& s) {
         PyObject* death = s.death < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(s.death);
         return Py_BuildValue("KnLNK", static_cast<unsigned long long>(s.address), static_cast<Py_ssize_t>(s.nbytes),
                              static_cast<long long>(s.birth), death,
@@ -278,7 +283,7 @@ PyMethodDef timeline_methods[] = {
     {"boundary", as_method(timeline_boundary), METH_FASTCALL, nullptr},
     {"adopt", as_method(timeline_adopt), METH_FASTCALL, nullptr},
     {"track", as_method(timeline_track), METH_FASTCALL, nullptr},
-    {"seen", timeline_seen, METH_NOARGS, nullptr},
+    {"seen", as_method(timeline_seen), METH_FASTCALL, nullptr},
     {"marks", timeline_marks, METH_NOARGS, nullptr},
     {"living", timeline_living, METH_NOARGS, nullptr},
     {"let_go", timeline_let_go, METH_NOARGS, nullptr},

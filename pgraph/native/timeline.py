@@ -89,8 +89,8 @@ class Timeline(Protocol):
     def track(self, tensor: torch.Tensor, address: int, nbytes: int, birth: int) -> None:
         """Note one of which all is known, and which was not seen before."""
 
-    def seen(self) -> list[tuple[int, int, int, int | None, int]]:
-        """A `Seen` for each."""
+    def seen(self, first: int = 0) -> list[tuple[int, int, int, int | None, int]]:
+        """A `Seen` for each from that number on."""
 
     def marks(self) -> list[tuple[int, int]]:
         """(position, count) at each boundary: tells when an address was handed out."""
@@ -160,8 +160,8 @@ class AskingTimeline(Timeline):
         self._seen.append(Seen(address, nbytes, birth, None, owner))
         self._known.add(address)
 
-    def seen(self) -> list[tuple[int, int, int, int | None, int]]:
-        return list(self._seen)
+    def seen(self, first: int = 0) -> list[tuple[int, int, int, int | None, int]]:
+        return list(self._seen[first:])
 
     def marks(self) -> list[tuple[int, int]]:
         return self._marks
