@@ -60,6 +60,7 @@ class Driver:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes, self.held, self.asked = nodes, [], 0
+        self.demanded: list[int] = []
         made = [
             ctypes.CFUNCTYPE(INT, P, P)(self._type),
             ctypes.CFUNCTYPE(INT, P, P)(self._kernel),
@@ -110,6 +111,7 @@ class Driver:
         return 1 if attribute in node.unknown else 0
 
     def _demand(self, found: int, attribute: int, function: int) -> int:
+        self.demanded.append(function)
         INT.from_address(found).value = function * attribute - 900
         return 1 if function == 0x40 and attribute == 15 else 0
 
@@ -191,6 +193,18 @@ def test_kernels_are_read_by_the_helper(monkeypatch: pytest.MonkeyPatch) -> None
     assert (ctx, passing, demands) == (7, "extra", tuple(0x10 * d - 900 for d in cuda_kept._DEMANDS))
     sizes = {**cuda_kept._ATTRIBUTES, **cuda_kept._HINTS}
     assert attributes == tuple(None if a == 14 else bytes([a]) * n for a, n in sizes.items())
+
+
+@pytest.mark.skipif(libraries.load() is None, reason="no C compiler, or PGRAPH_NATIVE=0")
+def test_functions_are_asked_once_what_they_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many nodes launch them; but anew at the next capture, when a handle may be another one's."""
+    plain: dict[str, Any] = {"attributes": {}, "numbers": [1] * 8, "data": bytes(32)}
+    driver = Driver([Node(KERNEL, function, "params", **plain) for function in (0x20, 0x30, 0x20, 0x30)])
+    driver.in_place(monkeypatch)
+    for captures in (1, 2):
+        records = told(driver, True)
+        assert [r.kept[2][0] for r in records] == [f * cuda_kept._DEMANDS[0] - 900 for f in (32, 48) * 2]
+        assert sorted(driver.demanded) == sorted([0x20, 0x30] * len(cuda_kept._DEMANDS) * captures)
 
 
 @pytest.mark.parametrize("helper", [True, False])

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -53,8 +52,7 @@ UNIT = 1 << 16
 """Bytes. Arenas round addresses up to it (Note [Two layouts])."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HiddenAllocation:
+class HiddenAllocation(NamedTuple):
     """Ghost memory that no tensor of the program owned: an op's own scratch.
 
     Args:

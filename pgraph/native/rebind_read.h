@@ -71,15 +71,37 @@ typedef struct {
 
 enum { VALUE_BYTES = 64 }; /* sizeof(CUlaunchAttributeValue) */
 
-static int read_row(const pg_readers *calls, void *node, void *function, const pg_attribute *wanted, int64_t n_wanted,
-                    const int32_t *demands, int64_t n_demands, char *row)
+/* Of functions that were met already: what has their demands, in a place that the handle tells. */
+enum { MET_BITS = 6 };
+#define SPREAD UINT64_C(0x9E3779B97F4A7C15) /* 2^64 over the golden ratio: Fibonacci hashing, as Knuth has it */
+
+typedef struct {
+    void *function;
+    const char *demands;
+} pg_met;
+
+static int read_demands(const pg_readers *calls, void *function, const int32_t *demands, int64_t n_demands,
+                        pg_met *met, char *row)
 {
-    for (int64_t i = 0; i < n_demands; i++, row += sizeof(int)) {
+    const size_t nbytes = (size_t)n_demands * sizeof(int);
+    pg_met *place = &met[(uint64_t)(uintptr_t)function * SPREAD >> (64 - MET_BITS)];
+    if (place->demands && place->function == function) {
+        memcpy(row, place->demands, nbytes);
+        return 1;
+    }
+    for (int64_t i = 0; i < n_demands; i++) {
         int value = 0;
         if (calls->demand(&value, demands[i], function))
             return 0;
-        memcpy(row, &value, sizeof value);
+        memcpy(row + (size_t)i * sizeof value, &value, sizeof value);
     }
+    *place = (pg_met){function, row};
+    return 1;
+}
+
+static int read_attributes(const pg_readers *calls, void *node, const pg_attribute *wanted, int64_t n_wanted,
+                           char *row)
+{
     for (int64_t i = 0; i < n_wanted; i++) {
         uint64_t value[VALUE_BYTES / 8] = {0};
         int known = !calls->attribute(node, wanted[i].attribute, value);
@@ -95,14 +117,19 @@ static int read_row(const pg_readers *calls, void *node, void *function, const p
 
 /* One row for each node: a byte that is 1 if all was read that is needed, the demands, and for each attribute a byte
  * that is 1 if it is known, and its value. rows: zeros; those of nodes that are no kernels, or that could not be read,
- * stay so. */
+ * stay so. Most functions are asked once for their demands, however many nodes launch them. */
 void pg_read_kept(const pg_readers *calls, void *const *nodes, int64_t count, const pg_read *read,
                   const pg_attribute *wanted, int64_t n_wanted, const int32_t *demands, int64_t n_demands, char *rows,
                   int64_t row_bytes)
 {
-    for (int64_t i = 0; i < count; i++, rows += row_bytes)
-        if (!read[i].code && read[i].type == KERNEL_NODE)
-            *rows = (char)read_row(calls, nodes[i], read[i].function, wanted, n_wanted, demands, n_demands, rows + 1);
+    pg_met met[1 << MET_BITS] = {{NULL, NULL}};
+    for (int64_t i = 0; i < count; i++, rows += row_bytes) {
+        if (read[i].code || read[i].type != KERNEL_NODE)
+            continue;
+        char *behind = rows + 1 + (size_t)n_demands * sizeof(int);
+        *rows = read_demands(calls, read[i].function, demands, n_demands, met, rows + 1) &&
+                read_attributes(calls, nodes[i], wanted, n_wanted, behind);
+    }
 }
 
 typedef struct {

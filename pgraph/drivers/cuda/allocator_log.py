@@ -100,9 +100,8 @@ def _replayed(
     sizes = {h.address: h.nbytes for h in before}
     alive = {h.address for h in before if not h.freed}
     low, high, since, stream = arena.low, arena.high, arena.since, arena.stream
-    for entry in snapshot.log(arena.device.index, pool):
-        if since > -1 and -1 < _time_of(entry) <= since:
-            continue
+    log = snapshot.log(arena.device.index, pool)
+    for entry in log if since < 0 else [e for e in log if not -1 < _time_of(e) <= since]:
         address, action = entry.get("addr", -1), entry["action"]  # no address where memory ran out
         if low <= address < high:
             if action == "alloc":

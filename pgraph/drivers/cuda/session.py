@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +138,7 @@ class CudaSession(Session):
             before = found
         workspaces.drop(self._stream.cuda_stream, self.arena)
         kept = still_held(self.arena, self._pools.latest, before)
-        return [dataclasses.replace(h, kept=h.address in kept) for h in found] if kept else found
+        return [h._replace(kept=True) if h.address in kept else h for h in found]
 
     def close(self) -> None:
         """End a capture that went wrong, and leave nothing of it behind."""
