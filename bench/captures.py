@@ -11,15 +11,18 @@ code launches by itself, too. Each moment counts for the innermost part only:
 
 - ops: what a driver does to record the ops (the host driver imitates them, at hundreds of times their cost)
 - record: the program's own code, PyTorch's dispatch of it, and watching ops and allocations
+- code: what of that is there without pgraph: two runs of the chain's code in a dispatch mode that does
+  nothing, its ops left out
 - read: the nodes of both graphs as bytes
 - match, plan, instantiate: as they are called
 - memory: ghost memory, the allocator's state
 - garbage: Python's collections meanwhile, mostly of what the imitated ops leave behind
 - rest: what is none of these
 
-*own* is all of them but the ops and the garbage. *uncaptured* is one ordinary run of the chain's code,
-which a capture runs twice. Times are medians of several captures, each on a core that is fast then; a
-model's are without the program that launches run. Results go to ``bench/results/captures-<gpu>.json``.
+*own* is all of them but the ops and the garbage, *net* that without the code (of a model the code is not
+measured). *uncaptured* is one ordinary run of the chain's code, which a capture runs twice. Times are medians
+of several captures, each on a core that is fast then; a model's are without the program that launches run.
+Results go to ``bench/results/captures-<gpu>.json``.
 """
 
 from __future__ import annotations
@@ -46,11 +49,15 @@ from tabulate import tabulate
 from torch import Tensor
 from worker import Device
 
+from pgraph.capture.recorder import uncollected
+from pgraph.compat import UnwrappedMode
+
 NODES = (100, 300, 1000, 3000)
 INPUTS = 20
 SAVED = 10  # a result for so many nodes
 PARTS = ("ops", "record", "read", "match", "plan", "instantiate", "memory", "garbage", "rest")
 FOREIGN = ("ops", "garbage")
+SUMS = ("own", "least", "most", "code", "net", "uncaptured")
 
 
 def program(nodes: int) -> Callable[[list[Any]], list[Tensor]]:
@@ -196,6 +203,32 @@ def capture(driver: Any, code: Any, inputs: Sequence[Tensor]) -> tuple[Any, dict
         return built, clock.stop()
 
 
+class Idle(UnwrappedMode):
+    """Calls each op, as a part of its own for the clock, and does no more."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._call = clock.around(lambda func, args, kwargs: func(*args, **kwargs), "ops")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+@torch.compiler.disable  # as a capture is
+def idle(code: Any, inputs: Sequence[Tensor]) -> float:
+    """Seconds of two runs of the code in a dispatch mode, those of its ops left out."""
+    clock = Clock()
+    with torch.no_grad(), uncollected():
+        clock.start()
+        for _ in range(2):
+            given = list(inputs)
+            with Idle(clock):
+                code(given)
+        return clock.stop()["rest"]
+
+
 def measure(driver: Any, nodes: int, rounds: int) -> dict[str, Any]:
     """A row of figures: milliseconds, medians of so many captures."""
     code = program(nodes)
@@ -214,13 +247,18 @@ def measure(driver: Any, nodes: int, rounds: int) -> dict[str, Any]:
     uncaptured()  # cuBLAS's handle cannot be made within a capture
     capture(driver, code, inputs)  # whatever is made once is made now
     plain = on_fast_cores(uncaptured, rounds)
+    idle(code, inputs)
+    code_ms = statistics.median(on_fast_cores(lambda: idle(code, inputs), rounds)) * 1e3
     made = on_fast_cores(captured, rounds)
     uncaptured_ms = statistics.median(plain) * 1e3
-    return figures(f"chain of {nodes}", made, uncaptured_ms)
+    return figures(f"chain of {nodes}", made, uncaptured_ms, code_ms)
 
 
 def figures(
-    partition: str, made: Sequence[tuple[int, dict[str, float]]], uncaptured_ms: float | None
+    partition: str,
+    made: Sequence[tuple[int, dict[str, float]]],
+    uncaptured_ms: float | None = None,
+    code_ms: float | None = None,
 ) -> dict[str, Any]:
     """A row: milliseconds, medians of captures of one partition.
 
@@ -238,6 +276,8 @@ def figures(
         "least": min(own),
         "most": max(own),
         "own us per node": statistics.median(own) * 1e3 / recorded,
+        "code": code_ms,
+        "net": statistics.median(own) - code_ms if code_ms is not None else None,
         "uncaptured": uncaptured_ms,
     }
 
@@ -269,7 +309,7 @@ def of_model(job: Job, rounds: int, profile: bool = False) -> list[dict[str, Any
         if built is not None and not built.computed:
             with contextlib.suppress(PgraphError):
                 name = f"{job.model} {job.mode} {len(found)}"
-                found.append(figures(name, on_fast_cores(again, rounds), None))
+                found.append(figures(name, on_fast_cores(again, rounds)))
                 if profile:
                     profiled(again)
         return built
@@ -293,7 +333,7 @@ def stored(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "backend": "pgraph",
             "status": "ok",
             "nodes": row["nodes"],
-            **{f"{name}_ms": row[name] for name in (*PARTS, "own", "least", "most", "uncaptured")},
+            **{f"{name}_ms": row[name] for name in (*PARTS, *SUMS)},
         }
         for row in rows
     ]

@@ -95,6 +95,9 @@ def test_captures_by_part(tmp_path: pathlib.Path) -> None:
     assert [row["config"] for row in models] == ["own/mlp train 0", "own/mlp train 1"]
     assert all(row["nodes"] > 5 for row in models), "forward and backward"
     assert all(row["uncaptured_ms"] > 0 for row in chains)
+    for row in chains:
+        assert 0 < row["code_ms"] < row["record_ms"], "it is a part of what recording takes"
+        assert abs(row["net_ms"] + row["code_ms"] - row["own_ms"]) < 1e-6
     parts = ("record", "read", "match", "plan", "instantiate", "memory", "rest")
     for row in rows:
         assert all(row[f"{part}_ms"] > 0 for part in (*parts, "ops"))
