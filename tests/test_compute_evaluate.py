@@ -14,7 +14,8 @@ from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.evaluate import evaluate
+from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import Call, Run, Script, asks_for_offsets
 from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
@@ -176,11 +177,7 @@ def test_views_count_from_where_their_tensor_begins() -> None:
     assert seen[0].address % 16 == 12, "as aligned as the view of an input that is aligned to 16 bytes"
 
 
-def outlined(event: Call, arguments: Sequence[Any]) -> None:
-    return None
-
-
-def test_calls_that_are_missing_are_asked_for_together() -> None:
+def test_calls_that_are_missing_are_recorded_together() -> None:
     """As far as the code itself tells the layouts of their results."""
     script = script_of(
         """
@@ -189,23 +186,48 @@ def test_calls_that_are_missing_are_asked_for_together() -> None:
         assert_size_stride(a, (n, 2), (2, 1))
         b = torch.ops.aten.relu.default(a)
         c = torch.ops.aten.relu.default(b)
-        return (c, )
+        d = torch.ops.aten.relu.default(c)
+        return (d, )
         """,
         6,
         torch.ones(6, 2),
     )
-    asked: list[tuple[int, ...]] = []
+    calls = [event for event in script.events if isinstance(event, Call)]
+    known, asked, rounds = set[int](), list[int](), list[list[int]]()
 
-    def site(event: Call, arguments: Sequence[Any]) -> None:
-        asked.append(arguments[0].size)
+    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+        assert arguments[0].size == (9, 2)
+        number = calls.index(event)
+        asked.append(number)
+        return library(event, arguments) if number in known else None
 
-    first = script.memories - 3
-    tools = Tools(kernel_node, site, {first: F32})
-    assert evaluate(script, [9, torch.ones(9, 2)], [16], tools) is None
-    assert asked == [(9, 2), (9, 2)], "the third one's argument is not known before the second was recorded"
-    asked.clear()
-    assert evaluate(script, [9, torch.ones(9, 2)], [16], Tools(kernel_node, site, {})) is None
-    assert asked == [(9, 2)], "of which type the first result is, is not known either"
+    def record() -> None:
+        known.update(asked)
+        rounds.append(asked.copy())
+        asked.clear()
+
+    def evaluated(types: dict[int, Any]) -> Proved:
+        known.clear(), asked.clear(), rounds.clear()
+        return evaluate(script, [9, torch.ones(9, 2)], [16], Tools(kernel_node, site, types, record=record))
+
+    types = {calls[0].results[0]: F32}
+    found = evaluated(types)
+    # The third one's argument is not known before the second was recorded.
+    assert [list(dict.fromkeys(numbers)) for numbers in rounds] == [[0, 1], [0, 1, 2], [2, 3]]
+    assert types.keys() == {call.results[0] for call in calls}, "now all are known"
+    assert evaluated({}) == found
+    assert [numbers[0] for numbers in rounds] == [0, 0, 1, 2], "nor of which type the first result is"
+    with pytest.raises(NotComputableError, match="in ways that cannot be told"):
+        evaluate(script, [9, torch.ones(9, 2)], [16], Tools(kernel_node, lambda event, arguments: None, {}))
+
+
+def test_rounds_come_to_an_end() -> None:
+    script = script_of("return (torch.ops.aten.relu.default(args[1]), )", 6, torch.ones(6))
+    rounds: list[int] = []
+    tools = Tools(kernel_node, lambda event, arguments: None, {}, record=lambda: rounds.append(1))
+    with pytest.raises(NotComputableError, match="in ways that cannot be told"):
+        evaluate(script, [6, torch.ones(6)], [16], tools)
+    assert rounds == [1], "what was recorded is known, or will never be"
 
 
 @pytest.mark.parametrize(
@@ -250,8 +272,8 @@ def test_a_result_on_the_host_is_checked_as_it_is(expected: tuple[int, ...]) -> 
 
 def test_a_tensor_that_is_laid_out_otherwise() -> None:
     script = script_of("assert_size_stride(args[1], (args[0], 3), (3, 1))\nreturn ()", 6, torch.ones(6, 3))
-    tools = Tools(kernel_node, outlined, {})
-    assert evaluate(script, [7, torch.ones(7, 3)], [16], tools) is not None
+    tools = Tools(kernel_node, product, {})
+    assert evaluate(script, [7, torch.ones(7, 3)], [16], tools)
     assert evaluate(script, [1, torch.ones(3, 1).t()], [16], tools) is not None, (
         "one row, whatever its stride"
     )
@@ -504,18 +526,30 @@ def test_calls_that_are_alike_are_asked_for_as_those_alone(known: tuple[str, ...
     complete: dict[int, Any] = {}
     assert evaluate(script, arguments, alignments, Tools(launches.node, library, complete)) is not None
     some = dict(list(complete.items())[:3])
-    asked: list[list[Hashable]] = []
+    right = evaluate(script, arguments, alignments, Tools(launches.node, library, complete))
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
-        asked[-1].append(LibraryCall(event, tuple(arguments), 0).key())
-        return library(event, arguments) if any(name in str(event.function) for name in known) else None
+    def asked(types: dict[int, Any], sample: Any) -> list[list[Hashable]]:
+        """The keys of calls that were not known before the first recording, before the second one, ..."""
+        recorded, rounds = set[Hashable](), [list[Hashable]()]
+
+        def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+            key = LibraryCall(event, tuple(arguments), 0).key()
+            if key in recorded or any(name in str(event.function) for name in known):
+                return library(event, arguments)
+            rounds[-1].append(key)
+            return None
+
+        def record() -> None:
+            recorded.update(rounds[-1])
+            rounds.append([])
+
+        tools = Tools(launches.node, site, dict(types), sample, record=record)
+        assert without_addresses(evaluate(script, arguments, alignments, tools)) == without_addresses(right)
+        return rounds
 
     for types in ({}, some, complete):
-        for sample in (launches.sample, None):
-            asked.append([])
-            tools = Tools(launches.node, site, dict(types), sample)
-            found = evaluate(script, arguments, alignments, tools)
-            assert (found is not None) == (len(known) == 2)
-    pairs = [tuple(list(dict.fromkeys(keys)) for keys in asked[i : i + 2]) for i in range(0, 6, 2)]
-    assert all(one == other for one, other in pairs)
-    assert all(len(keys) < 10 for keys in asked[::2])
+        one, other = asked(types, launches.sample), asked(types, None)
+        assert [list(dict.fromkeys(keys)) for keys in one] == [list(dict.fromkeys(keys)) for keys in other]
+        assert all(len(keys) < 10 for keys in one)
+        if types is complete:
+            assert len(one) == (1 if len(known) == 2 else 2), "all in one go"

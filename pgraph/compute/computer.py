@@ -16,10 +16,10 @@ from pgraph import compat
 from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import ENOUGH, difference
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.evaluate import Proved, Tools, evaluate
+from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
-from pgraph.compute.pieces import Latest
+from pgraph.compute.pieces import Latest, Proved, Tools
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.trace import traced
@@ -30,9 +30,6 @@ from pgraph.template.template import Slot
 __all__ = ["Computer"]
 
 log = logging.getLogger(__name__)
-
-_ROUNDS: Final = 16
-"""In one go all library calls are recorded, unless the layout of a result is not known before."""
 
 _PATIENCE: Final = 8
 """Attempts in a row that come to nothing, after which there is none any more. A size may be tried twice: at
@@ -243,13 +240,11 @@ class Computer:
                 missing.append(call)
             return found
 
-        sample = None if alone else lambda event: self._alike.get(event.number)
-        offsets = script.offsets or self._driver.tells_offsets
-        tools = Tools(node, site, self._types, sample, self._latest, offsets)
-        for _ in range(_ROUNDS):
-            found = evaluate(script, inputs, alignments, tools)
-            if found is not None:
-                return found
+        def record() -> None:
             self._sites.record(missing)
             missing.clear()
-        raise NotComputableError("library calls depend on one another in ways that cannot be told")
+
+        sample = None if alone else lambda event: self._alike.get(event.number)
+        offsets = script.offsets or self._driver.tells_offsets
+        tools = Tools(node, site, self._types, sample, self._latest, offsets, record)
+        return evaluate(script, inputs, alignments, tools)

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.pieces import Latest, Part, Range
+from pgraph.compute.pieces import Part, Proved, Range, Tools
 from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script, Sort, View
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
-from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
-__all__ = ["Proved", "Tools", "evaluate"]
-
-Proved = tuple[Recording, tuple[Slot, ...]]
-"""A recording and its slots."""
+__all__ = ["evaluate"]
 
 _BASE = 1 << 40  # addresses only tell how far apart things lie within one allocation
+_AHEAD = 1 << 60  # of memory that is not there yet
 _GAP = 1 << 20
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tools:
-    """What it takes besides a script.
-
-    Args:
-        node: the node of a generated kernel (its position among the nodes, which one, its arguments), and
-            (byte of the parameters, number of the argument) of each address in it.
-        site: a library call of these arguments, recorded by itself; None if that is not known.
-        types: of results of library calls, by memory; those that become known are added.
-        sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
-            addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
-        latest: of this script.
-        offsets: whether it matters where in its storage a tensor begins.
-    """
-
-    node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
-    site: Callable[[Call, Sequence[Any]], Proved | None]
-    types: dict[int, Any]
-    sample: Callable[[Run], Hashable] | None = None
-    latest: Latest = dataclasses.field(default_factory=Latest)
-    offsets: bool = True
+_ROUNDS = 16
+"""In one go all library calls are recorded, unless the layout of a result is not known before."""
 
 
 class _Evaluation:
@@ -72,12 +49,12 @@ class _Evaluation:
         self.layout_of: list[int | None] = [None] * script.memories
         self.constants: dict[int, OutputSpec] = {}  # by memory: they have neither
         self.made: dict[int | None, tuple[int, int]] = {}  # bytes and layout, by sort
-        self.parts: dict[Hashable, Part | None] = {}  # None if it is not known
+        self.parts: dict[Hashable, Part | None] = {}  # None if it was asked for in vain
         self.checked: set[Hashable] = set()
         self.workspaces: dict[int, int] = {}  # ranges of libraries, by bytes
         self.dropped: list[int] = []
         self.steps: set[int] = set()
-        self.outlined = False  # a library call is not known: only layouts are told from there on
+        self.at = self.rounds = 0  # the event; how often library calls were recorded
         given: dict[Hashable, tuple[int, int]] = {}  # bytes and layout: weights of all layers are alike
         for memory, (position, alignment) in enumerate(zip(script.inputs, alignments, strict=True)):
             tensor = arguments[position]
@@ -110,12 +87,28 @@ class _Evaluation:
 
     # -- events -------------------------------------------------------------------------------
 
+    def follow(self) -> None:
+        steps: dict[type, Callable[[Any, Sort], None]] = {
+            Make: self.make,
+            Run: self.run,
+            Call: self.call,
+            Check: self.check,
+            Drop: self.drop,
+        }
+        events = zip(self.script.events, self.script.sorts, strict=True)
+        for self.at, (event, sort) in enumerate(events):
+            steps[type(event)](event, sort)
+
     def make(self, event: Make, sort: Sort) -> None:
+        nbytes, self.layout_of[event.memory] = self.sized(event, sort)
+        self.range_of[event.memory] = self.range(nbytes, self.boundary())
+
+    def sized(self, event: Make, sort: Sort) -> tuple[int, int]:
+        """Bytes and layout."""
         made = self.made.get(sort.number)
         if made is None:
             made = self.made[sort.number] = self.whole(event.size, event.stride, event.dtype)
-        nbytes, self.layout_of[event.memory] = made
-        self.range_of[event.memory] = self.range(nbytes, self.boundary())
+        return made
 
     def whole(self, of_size: tuple[int, ...], of_stride: tuple[int, ...], dtype: Any) -> tuple[int, int]:
         """Bytes and layout of a tensor that has memory for itself."""
@@ -123,8 +116,6 @@ class _Evaluation:
         return extent(size, stride) * dtype.itemsize, self.layouts.number(size, stride, dtype)
 
     def run(self, event: Run, sort: Sort) -> None:
-        if self.outlined:
-            return
         layouts = self.told(sort)
         like = self.tools.sample
         sample = like(event) if like is not None else None
@@ -143,25 +134,36 @@ class _Evaluation:
 
     def call(self, event: Call, sort: Sort) -> None:
         layouts = self.told(sort)
-        key = (sort.number, *layouts)
-        if key in self.parts and sort.number is not None and self.tools.sample is not None:
-            part = self.parts[key]
-        else:
-            part = self.parts[key] = self.called(event, sort, layouts)
-        first = self.boundary()
+        part = self.parts.get((sort.number, *layouts)) if self.alike(sort) else None
         if part is None:
-            self.outline(event)
-            return
+            part = self.parts[(sort.number, *layouts)] = self.known(event, sort, layouts)
+        first = self.boundary()
         made = self.add(part, sort)
         self.steps.update([first + step for step in part.steps])
         for memory, result in zip(event.results, part.results, strict=True):
             if isinstance(result, OutputSpec):
-                self.constants[memory] = result
+                self.constants[memory], self.layout_of[memory] = result, None
                 continue
             at, layout = result
             self.range_of[memory], self.layout_of[memory] = made[at], layout
             self.tools.types[memory] = self.layouts.known[layout].dtype
         self.boundary()
+
+    def alike(self, sort: Sort) -> bool:
+        """Whether a call may be the same as another one."""
+        return sort.number is not None and self.tools.sample is not None
+
+    def known(self, event: Call, sort: Sort, layouts: Sequence[int]) -> Part:
+        """The part of a library call. If it is not known it is recorded, together with those to come."""
+        part = self.called(event, sort, layouts)
+        if part is None and self.tools.record is not None and self.rounds < _ROUNDS:
+            self.rounds += 1
+            self.look_ahead(event)
+            self.tools.record()
+            part = self.called(event, sort, layouts)
+        if part is None:
+            raise NotComputableError("library calls depend on one another in ways that cannot be told")
+        return part
 
     def called(self, event: Call, sort: Sort, layouts: Sequence[int]) -> Part | None:
         arguments, tensors = self.given(event, sort, layouts)
@@ -180,15 +182,36 @@ class _Evaluation:
         allocations = site.allocations[site.n_inputs :]
         return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results))
 
-    def outline(self, event: Call) -> None:
-        """Tell the results of a call that is not known, as far as the generated code tells their layouts."""
-        self.outlined = True
-        for memory in event.results:
+    def look_ahead(self, call: Call) -> None:
+        """Ask for the library calls after this one, as far as their arguments' layouts are told before."""
+        later = slice(self.at + 1, None)
+        with contextlib.suppress(NotComputableError):
+            self.foretell(call.results, None)
+            for event, sort in zip(self.script.events[later], self.script.sorts[later], strict=True):
+                if isinstance(event, Make):
+                    self.layout_of[event.memory] = self.sized(event, sort)[1]
+                elif isinstance(event, Call):
+                    self.foretell(event.results, self.asked(event, sort))
+
+    def asked(self, event: Call, sort: Sort) -> Part | None:
+        """The part of a call to come; None if that, or the layout of an argument, is not known."""
+        layouts = self.layouts_of(sort)
+        if None in layouts:
+            return None
+        key = (sort.number, *layouts)
+        if key not in self.parts or not self.alike(sort):
+            self.parts[key] = self.called(event, sort, layouts)
+        return self.parts[key]
+
+    def foretell(self, results: Sequence[int], part: Part | None) -> None:
+        """The layouts of a call's results: as it is known, or as the generated code tells them."""
+        for i, memory in enumerate(results):
+            found = part.results[i] if part is not None else None
             layout, dtype = self.script.layouts.get(memory), self.tools.types.get(memory)
-            if layout is None or dtype is None:
-                continue
-            nbytes, self.layout_of[memory] = self.whole(*layout, dtype)
-            self.range_of[memory] = self.range(nbytes, 0)
+            if isinstance(found, tuple):
+                self.layout_of[memory] = found[1]
+            elif found is None and layout is not None and dtype is not None:
+                self.layout_of[memory] = self.whole(*layout, dtype)[1]
 
     def add(self, part: Part, sort: Sort) -> list[int]:
         """The ranges of its allocations."""
@@ -289,8 +312,8 @@ class _Evaluation:
 
     def operand(self, memory: int, layout: int) -> Operand:
         r = self.range_of[memory]
-        assert r is not None
-        return self.layouts.known[layout].at(self.ranges[r].address)
+        address = self.ranges[r].address if r is not None else _AHEAD + memory * _GAP
+        return self.layouts.known[layout].at(address)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, Figure):
@@ -343,11 +366,8 @@ class _Evaluation:
         return region[r], None, layout, first if first < position else None
 
 
-def evaluate(
-    script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools
-) -> Proved | None:
-    """The recording of a partition at certain sizes, without a graph, and its slots; None if recordings of
-    library calls are missing, which `tools.site` was asked for: all of them, or the first ones.
+def evaluate(script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools) -> Proved:
+    """The recording of a partition at certain sizes, without a graph, and its slots.
 
     Args:
         arguments: of a call; of tensors only the layout is read.
@@ -357,17 +377,5 @@ def evaluate(
         NotComputableError: these sizes have to be captured.
     """
     evaluation = _Evaluation(script, arguments, alignments, tools)
-    steps: dict[type, Callable[[Any, Sort], None]] = {
-        Make: evaluation.make,
-        Run: evaluation.run,
-        Call: evaluation.call,
-        Check: evaluation.check,
-        Drop: evaluation.drop,
-    }
-    try:
-        for event, sort in zip(script.events, script.sorts, strict=True):
-            steps[type(event)](event, sort)
-    except NotComputableError:
-        if not evaluation.outlined:
-            raise
-    return None if evaluation.outlined else evaluation.recording()
+    evaluation.follow()
+    return evaluation.recording()

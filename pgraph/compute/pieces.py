@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, TensorSpec
+from pgraph.compute.script import Call, Run
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 
-__all__ = ["Latest", "Part", "Range"]
+__all__ = ["Latest", "Part", "Proved", "Range", "Tools"]
+
+Proved = tuple[Recording, tuple[Slot, ...]]
+"""A recording and its slots."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +73,31 @@ class Latest:
         found += [kind(*row) for row in rows[len(found) :]]
         self._known[kind] = rows, found
         return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tools:
+    """What it takes besides a script.
+
+    Args:
+        node: the node of a generated kernel (its position among the nodes, which one, its arguments), and
+            (byte of the parameters, number of the argument) of each address in it.
+        site: a library call of these arguments, recorded by itself; None if it is not known.
+        types: of results of library calls, by memory; those that become known are added.
+        sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
+            addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
+        latest: of this script.
+        offsets: whether it matters where in its storage a tensor begins.
+        record: makes all calls known that `site` was asked for since the last time; None if that cannot be.
+    """
+
+    node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
+    site: Callable[[Call, Sequence[Any]], Proved | None]
+    types: dict[int, Any]
+    sample: Callable[[Run], Hashable] | None = None
+    latest: Latest = dataclasses.field(default_factory=Latest)
+    offsets: bool = True
+    record: Callable[[], None] | None = None
 
 
 def _output(

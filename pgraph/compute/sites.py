@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pgraph.capture.record import record
 from pgraph.compute.compare import kind_of, loose_words
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.evaluate import Proved
+from pgraph.compute.pieces import Proved
 from pgraph.compute.script import Call
 from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
 from pgraph.drivers.operands import HostOperand, Operand, distinct
