@@ -42,8 +42,9 @@ def row(entry: Entry, backend: str, found: dict[str, Any], first: bool) -> dict[
         "recordings_timed": after["recordings"] - before["recordings"]
         if backend == "reduce-overhead"
         else None,
-        "steps": entry.steps,
+        "steps": len(times),
         "warmup": entry.warmup,
+        "host_slowdown": statistics.median(slowest["slowdowns"]) if slowest.get("slowdowns") else None,
         "run_s": max((r["run_s"] for r in ranks if "run_s" in r), default=None),
         "torn_down": all(r.get("finished") for r in ranks),
         "losses": whole_losses(ranks),

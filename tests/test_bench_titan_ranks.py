@@ -41,7 +41,62 @@ def test_the_second_run_goes_on_where_the_first_one_saved(load: Any, tmp_path: P
     assert all(spec["warmup"] == 20 and spec["timed"] == 0 for spec in specs)
 
 
-def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program that each rank runs, as a module."""
+    monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
+    spec = importlib.util.spec_from_file_location("titan_worker", BENCH / "titan" / "worker.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Cores:
+    """A host whose slowdowns are given."""
+
+    def __init__(self, slowdowns: list[float]) -> None:
+        self.slowdowns, self.chosen, self.released = iter(slowdowns), 0, False
+
+    def choose(self) -> None:
+        self.chosen += 1
+
+    def slowdown(self) -> float:
+        return next(self.slowdowns)
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "counted", "chosen"),
+    [
+        ([1.0, 1.1, 1.05], [*range(1, 10), *range(11, 20), *range(21, 25)], 1),
+        ([1.0, 1.5, 1.1], [*range(1, 10), *range(21, 25)], 2),
+        ([2.0, 1.5, 1.3], [*range(11, 20), *range(21, 25)], 4),
+    ],
+)
+def test_steps_on_a_slow_host_do_not_count(
+    worker: Any, slowdowns: list[float], counted: list[int], chosen: int
+) -> None:
+    """But for half of all bursts; and none does that the device waited for."""
+    cores = Cores(slowdowns)
+    fast = worker.FastCores(25, cores)
+    for step in range(28):  # three further ones are not timed
+        fast.look(step)
+    assert fast.counted(range(25)) == counted
+    assert (fast.slowdowns, cores.chosen, cores.released) == (slowdowns, chosen, True)
+
+
+def test_one_of_several_ranks_counts_all_steps(worker: Any) -> None:
+    fast = worker.FastCores(3, None)
+    fast.look(0)
+    assert fast.counted([5.0, 6.0, 7.0]) == [5.0, 6.0, 7.0]
+    assert worker.FastCores(1, Cores([1.0])).counted([5.0]) == [5.0], "there is no other one"
+
+
+def test_time_in_compiled_code_counts_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """pgraph's runner and what runs in it are one call; time outside is nobody's."""
     import torch
     from torch._inductor.output_code import CompiledFxGraph
@@ -51,14 +106,8 @@ def test_time_in_compiled_code_counts_once(load: Any, monkeypatch: pytest.Monkey
     from pgraph.runtime.partition_runner import PartitionRunner
     from pgraph.runtime.uncaptured import UncapturedPartition
 
-    monkeypatch.setattr(sys, "path", [str(BENCH / "titan"), *sys.path])
     for kind in (CompiledFxGraph, GraphRunner, PartitionRunner, UncapturedPartition):
         monkeypatch.setattr(kind, "__call__", kind.__call__)  # put back afterwards
-    spec = importlib.util.spec_from_file_location("titan_worker", BENCH / "titan" / "worker.py")
-    assert spec is not None
-    assert spec.loader is not None
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
     inside = worker.Inside("pgraph")
     clock = iter(range(1000))
     monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))

@@ -4,7 +4,8 @@ In a folder of its own, because that program's name would hide the package calle
 
 Everything is imported first; then the rank waits for a line on its standard input, the port where the ranks
 meet, so that the next run's ranks can get ready while this run measures. Steps are, in order: `warmup`,
-`timed` back to back, `issue` with the device drained before each.
+`timed` back to back, `issue` with the device drained before each. A rank that is alone looks for a fast core
+before and while it is timed (Note [Fast cores] in `host_speed.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: it holds a program called torchtitan, too
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "torchtitan"))
 
 import titan_setup
 import torch
+from host_speed import SLOW, Cores
 
 MB = 2**20
+BURST = 10  # timed steps between two looks at the host's speed
 
 
 class Device:
@@ -129,6 +133,47 @@ class Inside:
         return timed
 
 
+class FastCores:
+    """Has timed steps run on the core that is fastest then, and tells which of them count.
+
+    Args:
+        steps: that are timed.
+        cores: None for a rank that is not alone: it waits for the others, wherever they run.
+
+    Attributes:
+        slowdowns: of the host at the end of each burst, see `Cores.slowdown`.
+    """
+
+    def __init__(self, steps: int, cores: Cores | None) -> None:
+        self._steps, self._cores = steps, cores
+        self.slowdowns: list[float] = []
+
+    def look(self, step: int) -> None:
+        """Called at the beginning of each timed step, with its number, and of the one after them. The device
+        waits meanwhile.
+        """
+        if self._cores is None or step > self._steps or (step % BURST and step < self._steps):
+            return
+        if step:
+            self.slowdowns.append(self._cores.slowdown())
+        if not step or self.slowdowns[-1] > SLOW:
+            self._cores.choose()
+
+    def counted(self, times: Sequence[float]) -> list[float]:
+        """Of the times of all steps those of bursts in which the host was fast, but of half of them at least.
+
+        The first step of a burst, for which the device waited, does not count.
+        """
+        if self._cores is None:
+            return list(times)
+        self._cores.release()
+        by_speed = sorted(range(len(self.slowdowns)), key=lambda i: (self.slowdowns[i], i))
+        fast = sum(slowdown <= SLOW for slowdown in self.slowdowns)
+        chosen = sorted(by_speed[: max(fast, (len(by_speed) + 1) // 2)])
+        counted = [ms for i in chosen for ms in times[i * BURST + 1 : (i + 1) * BURST]]
+        return counted or list(times)
+
+
 def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
     """How often something was captured, recorded or launched so far."""
     found: dict[str, Any] = {"recordings": recordings.count if recordings else None}
@@ -161,6 +206,7 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None, inside: I
             self.issue_ms: list[float] = []
             self.compiled_ms: list[float] = []
             self.figures: dict[str, Any] = {}
+            self.fast = FastCores(timed, Cores() if timed and spec["settings"]["ranks"] == 1 else None)
             super().__init__(config, write)
 
         def batch_generator(self, iterable: Any) -> Iterator[Any]:
@@ -183,6 +229,8 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None, inside: I
                 self.dev.drain()
             elif i >= warmup:
                 self.marks.append(self.dev.mark())
+            if i >= warmup:
+                self.fast.look(i - warmup)
             within = inside.seconds
             began = time.perf_counter()
             super().train_step(data_iterator)
@@ -206,7 +254,8 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None, inside: I
             {
                 **trainer.figures,
                 "end": counters(backend, recordings),
-                "times_ms": times,
+                "times_ms": trainer.fast.counted(times),
+                "slowdowns": trainer.fast.slowdowns,
                 "issue_ms": statistics.median(trainer.issue_ms) if trainer.issue_ms else None,
                 "compiled_ms": statistics.median(trainer.compiled_ms) if any(trainer.compiled_ms) else None,
                 "warm_s": trainer.warm_s,
