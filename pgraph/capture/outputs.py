@@ -28,25 +28,44 @@ def output_specs(
     Where the first of them is a view, and what it is a view of comes later or is no result, AOTAutograd still
     looks at the latter's layout (``_base``), and takes as much of a gradient as fits in there. So the first
     is a view of a tensor of that layout, and the others are views of that tensor, or the tensor itself.
+
+    A tensor and what was detached from it share the counter, too, and are no views of one another: a view of
+    what requires a gradient would require one. The second of such results is `apart`.
     """
     origins = _Origins(recorder, moved, regions)
     specs: list[OutputSpec] = []
-    earlier: dict[int, list[int]] = {}  # results by region
+    earlier: dict[int, list[list[int]]] = {}  # results by region, together those that share a counter
     for position, value in enumerate(results):
         spec = _output_spec(value, origins)
         if spec.region is not None:
-            others = earlier.setdefault(spec.region, [])
-            for other in others:
-                if results[other] is value:
-                    spec = dataclasses.replace(spec, same=other)
-                    break
-                if same_counter(results[other], value):
-                    spec = dataclasses.replace(spec, view_of=other)
-                    specs[other] = dataclasses.replace(specs[other], base=_base(results[other], origins))
-                    break
-            others.append(position)
+            sharing = _sharing(results, earlier.setdefault(spec.region, []), value)
+            same = next((other for other in sharing if results[other] is value), None)
+            beside = next((other for other in sharing if _whole(results[other]) is _whole(value)), None)
+            if same is not None:
+                spec = dataclasses.replace(spec, same=same)
+            elif beside is not None:
+                spec = dataclasses.replace(spec, view_of=beside)
+                specs[beside] = dataclasses.replace(specs[beside], base=_base(results[beside], origins))
+            elif sharing:
+                spec = dataclasses.replace(spec, view_of=sharing[0], apart=True)
+            sharing.append(position)
         specs.append(spec)
     return tuple(specs)
+
+
+def _sharing(results: Sequence[Any], groups: list[list[int]], value: torch.Tensor) -> list[int]:
+    """The group of results that share their version counter with this one; a new one, if none does."""
+    for group in groups:
+        if results[group[0]] is value or same_counter(results[group[0]], value):
+            return group
+    groups.append([])
+    return groups[-1]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or itself if it is none."""
+    base = base_of(value)
+    return value if base is None else base
 
 
 class _Origins:

@@ -22,7 +22,7 @@ from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import Allocation, Places, in_pieces, piece_of, smallest
 from pgraph.launch.guards import Guards
-from pgraph.launch.views import based, beside, counted, view
+from pgraph.launch.views import apart, based, beside, counted, view
 from pgraph.template.recording import OutputSpec, TensorSpec
 
 __all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of"]
@@ -226,11 +226,14 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
         return Result(Source.RESULT, spec.same)
     assert spec.layout is not None
     assert spec.region is not None
-    if spec.view_of is not None and (place := _within(built, spec)) is not None:
+    block, offset = built.template.plan.location(spec.region)
+    if spec.view_of is not None:
+        place = _within(built, spec)
+        if place is None:  # of another type, or lazy, or detached
+            return Result(Source.RESULT, spec.view_of, make=apart, args=(spec.layout, offset))
         layout = (spec.layout.size, spec.layout.stride, place)
         make = torch.as_strided if built.template.outputs[spec.view_of].base is None else beside
         return Result(Source.RESULT, spec.view_of, make=make, args=layout)
-    block, offset = built.template.plan.location(spec.region)
     if spec.base is not None:
         return Result(Source.BLOCK, block, make=based, args=(spec.layout, offset, spec.base))
     if direct.get(block) == spec.layout:
@@ -247,6 +250,8 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
 
 def _within(built: Built, spec: OutputSpec) -> int | None:
     """Elements from its block's start to a result that is a view of another one; None if no plain view."""
+    if spec.apart:
+        return None
     assert spec.region is not None
     assert spec.layout is not None
     assert spec.view_of is not None

@@ -9,7 +9,7 @@ import torch
 from pgraph.compat import base_of, lazily, reinterpret
 from pgraph.template.recording import TensorSpec
 
-__all__ = ["based", "beside", "counted", "view"]
+__all__ = ["apart", "based", "beside", "counted", "view"]
 
 
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
@@ -18,8 +18,9 @@ def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
 
 
 def counted(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
-    """The same with the owner's version counter, if they are of one type."""
-    return _view(owner, layout, offset, _part)
+    """The same with the owner's version counter."""
+    made = _view(owner, layout, offset, _part)
+    return made if made.dtype == owner.dtype else _sharing(owner, made)
 
 
 def based(owner: torch.Tensor, layout: TensorSpec, offset: int, base: TensorSpec) -> torch.Tensor:
@@ -39,6 +40,21 @@ def beside(other: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], 
     return torch.as_strided(whole, size, stride, offset)
 
 
+def apart(other: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+    """A tensor of this layout, `offset` bytes plus its own offset after the first byte of another's storage.
+
+    It has the other's version counter, and is no view of it.
+    """
+    return _sharing(other, _typed(other, layout, offset + layout.offset))
+
+
+def _sharing(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with another one's version counter."""
+    found = other.detach()
+    found.data = tensor
+    return found
+
+
 def _part(owner: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
     return torch.as_strided(owner, size, stride, owner.storage_offset() + offset)
 
@@ -54,8 +70,11 @@ def _view(
         # It has the owner's bits, and each view with a bit turns that one over.
         part = make(owner, layout.size, layout.stride, start // layout.dtype.itemsize)
         return lazily(part, layout.conj != part.is_conj(), layout.neg != part.is_neg())
-    first = owner.storage_offset() * owner.element_size() + start
-    storage = owner.untyped_storage()
+    return _typed(owner, layout, int(owner.storage_offset()) * owner.element_size() + start)
+
+
+def _typed(owner: torch.Tensor, layout: TensorSpec, start: int) -> torch.Tensor:
+    """The tensor of this layout, so many bytes after the first one of the owner's storage."""
     view = torch.empty(0, dtype=layout.dtype, device=owner.device)
-    view.set_(storage, first // layout.dtype.itemsize, layout.size, layout.stride)
+    view.set_(owner.untyped_storage(), start // layout.dtype.itemsize, layout.size, layout.stride)
     return lazily(view, layout.conj, layout.neg)
