@@ -185,6 +185,34 @@ def test_what_was_skipped_before_is_explained() -> None:
     assert "torch._dynamo.graph_break()" in lines(found)
 
 
+class Recurrent(nn.Module):
+    """Dynamo skips it as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0].tanh() * 2  # type: ignore[no-any-return]
+
+
+def test_what_was_skipped_beside_what_runs_is_explained() -> None:
+    """It was skipped before anybody asked, and the rest of the program is captured."""
+    first, second = host(Layer(1)), host(Recurrent())
+    x = torch.randn(2, 3, 4)
+
+    def step() -> Tensor:
+        return second(first(x))  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        for _ in range(4):
+            step()
+        found = pgraph.explain(step)()
+    assert not found.complete
+    assert [change.reason.code for change in found.changes] == ["graph-break"]
+    assert "torch.nn.RNN, GRU and LSTM" in str(found.breaks[0])
+
+
 def test_what_was_skipped_for_another_program_is_not_this_ones() -> None:
     host(looping)(torch.ones(3))
     found = pgraph.explain(lambda x: x)(torch.ones(3))
@@ -356,6 +384,40 @@ def test_sizes_that_match_no_call() -> None:
     compiled(torch.ones(8, 9))
     compiled(torch.ones(8, 9))
     assert pgraph.report().partitions[0].state == "captured"
+
+
+def test_sizes_that_never_come_again() -> None:
+    """Not "warming up" for ever, whatever may be captured."""
+    compiled = host(lambda x, n: (x * n).sin(), dynamic=True, step_aside=False)
+    for n in range(3, 30):
+        compiled(torch.randn(4), n)
+    (told,) = (p for p in pgraph.report().partitions if p.calls)
+    assert (told.captures, told.state) == (0, "waiting")
+    assert [reason.code for reason in told.reasons] == ["sizes-vary"]
+    assert "none of them often enough" in str(told.reasons[0])
+    for _ in range(3):
+        compiled(torch.randn(4), 5)
+    (told,) = (p for p in pgraph.report().partitions if p.calls)
+    assert (told.captures, told.state, told.reasons) == (1, "captured", ())
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "code"),
+    [
+        ({"capture_sizes": [3, 4]}, [3, 3, 3, 5], "size-not-listed"),
+        ({"max_captures": 1}, [3, 4, 5] * 4, "too-many-sizes"),
+        ({}, range(3, 30), "sizes-vary"),
+    ],
+)
+def test_hard_mode_refuses_sizes_that_stay_outside(options: Any, sizes: Any, code: str) -> None:
+    compiled = host(lambda x: x.sin() * 2, dynamic=True, require_full_capture=True, **options)
+
+    def call_all() -> None:
+        for size in sizes:
+            compiled(torch.randn(size))
+
+    with pytest.raises(FullCaptureError, match=re.escape(f"[{code}]")):
+        call_all()
 
 
 def test_more_sizes_than_captures() -> None:

@@ -75,6 +75,7 @@ def _ended(compilation: compat.Compilation) -> None:
     if compilation.guard is not None and (guard := _guard(compilation.guard)) not in function.guards:
         function.guards.append(guard)
         function.change = _change(compilation.guard)
+    function.given_up = compilation.error is not None
     if compilation.error is not None:
         function.skipped = from_text(compilation.error, compilation.frames)
         return

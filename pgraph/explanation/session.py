@@ -129,10 +129,11 @@ class _Explainer:
         found = _breaks(graphs, heard)
         # Others may have been skipped or stopped for another program.
         mine = [f for f in functions.live() if f.where is None or f.where in called]
-        if not seen:  # what was skipped before has left nothing else behind
-            skipped = [f.skipped for f in mine if f.skipped is not None]
-            heard_of = {(reason.sentence, reason.fix) for reason in found}
-            found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
+        # What was skipped before left nothing else behind. Whose a library's function is nothing tells.
+        given_up = [f for f in mine if not seen or (f.where is not None and f.given_up)]
+        skipped = [f.skipped for f in given_up if f.skipped is not None]
+        heard_of = {(reason.sentence, reason.fix) for reason in found}
+        found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
         stopped = tuple(f.stopped for f in mine if f.stopped is not None)
         changes = (
             *(Change(reason, 0, 0, 0.0) for reason in stopped),

@@ -172,16 +172,30 @@ class Admission:
                     in_range("capture", self._stats.facts.label, made, specialization, args)
                 else:
                     made(specialization, args)
+            elif new and self._cache.economy.sizes > _MANY and not self._cache.captured.programs:
+                self._wait(self._never_again)
             self.insist(specialization.reason)
             if specialization.state is State.REFUSED:
                 self._give_up(args)
         return specialization
 
     def _wait(self, made: Callable[[], Reason]) -> None:
-        """Calls like this one run uncaptured for now, and maybe for ever: say why, once."""
+        """Calls like this one run uncaptured for now, and maybe for ever: say why, once.
+
+        Raises:
+            FullCaptureError: see `insist`.
+        """
         if self._stats.waits is None:
             self._stats.waits = made()
             log.info("%s: %s", self._stats.name, self._stats.waits)
+        if self._options.require_full_capture:
+            self.insist(made())
+
+    def _never_again(self) -> Reason:
+        return Reason(
+            "sizes-vary",
+            f"{self._cache.economy.sizes} sizes, layouts or whole numbers came, none of them often enough",
+        )
 
     def _give_up(self, args: Sequence[Any]) -> None:
         """Next time, look no further than the sizes: what never launches should cost no more than that."""

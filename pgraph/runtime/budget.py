@@ -12,12 +12,11 @@ go, the least useful go first: with the fewest launches for each byte and for th
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from pgraph.runtime.keeping import PATIENCE, Use
+from pgraph.runtime.members import Members
 
 __all__ = ["EXEC_BYTES", "NODE_BYTES", "Budget", "Held", "Holder", "Memory", "limit_of"]
 
@@ -88,19 +87,17 @@ class Budget(Generic[H]):
 
     def __init__(self, memory: Memory = "execs", tick: Callable[[], int] | None = None) -> None:
         self.memory = memory
-        self._lock = threading.Lock()
-        self._holders: weakref.WeakSet[Holder[H]] = weakref.WeakSet()
+        self._holders: Members[Holder[H]] = Members()
         self.tick: Callable[[], int] = tick or itertools.count(1).__next__
         self.dropped = 0
 
     def join(self, holder: Holder[H]) -> None:
         """Count this partition's captures, for as long as it lives."""
-        with self._lock:
-            self._holders.add(holder)
+        self._holders.add(holder)
 
     def total(self) -> int:
         """Bytes of all captures."""
-        return sum(holder.takes(self.memory) for holder in self._all())
+        return sum(holder.takes(self.memory) for holder in self._holders.all())
 
     def cleared(self) -> None:
         """A partition began anew: if nothing is left, so does the budget."""
@@ -138,7 +135,9 @@ class Budget(Generic[H]):
         needed = self.total() + planned - limit
         if needed <= 0:
             return True
-        locked = [holder for holder in self._all() if holder is mine or holder.lock.acquire(blocking=False)]
+        locked = [
+            holder for holder in self._holders.all() if holder is mine or holder.lock.acquire(blocking=False)
+        ]
         try:
             for holder in locked:
                 holder.catch_up()
@@ -165,10 +164,6 @@ class Budget(Generic[H]):
                 if holder is not mine:
                     holder.lock.release()
         return True
-
-    def _all(self) -> list[Holder[H]]:
-        with self._lock:
-            return list(self._holders)
 
 
 def _worth(held: Held, now: int) -> float:

@@ -51,10 +51,9 @@ _budgets: dict[torch.device, tuple[Budget[Unit], ...]] = {}
 
 def budgets_of(device: torch.device) -> tuple[Budget[Unit], ...]:
     """Of the device's memory, and of the host's."""
-    if device not in _budgets:
-        first: Budget[Unit] = Budget("execs")
-        _budgets[device] = first, Budget("recipes", first.tick)
-    return _budgets[device]
+    first: Budget[Unit] = Budget("execs")
+    # Two threads may ask at once: what came first stays.
+    return _budgets.setdefault(device, (first, Budget("recipes", first.tick)))
 
 
 class Holdings:

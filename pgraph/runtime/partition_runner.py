@@ -105,8 +105,8 @@ class PartitionRunner:
             return instead(args)
         if trimming.pending is not None:
             trimming.called(self.name, self._cache.captured.growth())
-        if observe.watch is not None and observe.watch.outside():
-            return observe.watch.call(self, args)
+        if (watch := observe.watch) is not None and watch.outside():
+            return watch.call(self, args)
         if self.admission.never(args):
             return self._run_uncaptured(args, None)
         if self._carries_tangents and compat.forward_mode():

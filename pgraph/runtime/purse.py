@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Final, Protocol
+
+from pgraph.runtime.members import Members
 
 __all__ = ["OF_THE_PROCESS", "START_S", "Purse"]
 
@@ -31,7 +32,7 @@ class Purse:
 
     def __init__(self, start: float = START_S) -> None:
         self.start = start
-        self._economies: weakref.WeakSet[Indebted] = weakref.WeakSet()
+        self._economies: Members[Indebted] = Members()
         self._debts, self._told = 0.0, float("-inf")
 
     def join(self, economy: Indebted) -> None:
@@ -45,7 +46,7 @@ class Purse:
     def debts(self, now: float) -> float:
         """Seconds that captures have cost beyond what they have saved, of all that have joined."""
         if not 0.0 <= now - self._told < _STALE_S:
-            self._debts = sum(economy.debt for economy in list(self._economies))
+            self._debts = sum(economy.debt for economy in self._economies.all())
             self._told = now
         return self._debts
 

@@ -11,6 +11,7 @@ from pgraph.drivers import choice
 from pgraph.native import libraries
 from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.runtime import functions
+from pgraph.runtime.members import Members
 from pgraph.runtime.protocols import Counted
 from pgraph.runtime.statistics import Report
 
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-_partitions: weakref.WeakSet[Any] = weakref.WeakSet()
+_partitions: Members[Any] = Members()
 
 
 def register(partition: Counted) -> None:
@@ -42,7 +43,7 @@ def unregister(partition: Counted) -> None:
 
 def renew(graph: GraphFacts) -> None:
     """Have every part of a graph refer to its new facts."""
-    for partition in list(_partitions):
+    for partition in _partitions.all():
         if partition.stats.facts.graph.number == graph.number:
             partition.stats.facts = dataclasses.replace(partition.stats.facts, graph=graph)
 
@@ -62,14 +63,14 @@ def all_gone() -> None:
 
 
 def _gone(number: int | None) -> None:
-    for partition in list(_partitions):
+    for partition in _partitions.all():
         if number is None or partition.stats.facts.graph.number == number:
             partition.stats.gone = partition.stats.calls
 
 
 def live_partitions() -> list[Any]:
     """Every partition that is still in use, in order."""
-    return sorted(_partitions, key=lambda partition: _order(partition.stats.facts))
+    return sorted(_partitions.all(), key=lambda partition: _order(partition.stats.facts))
 
 
 def _order(facts: PartitionFacts) -> tuple[int, int, int]:

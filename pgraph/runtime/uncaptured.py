@@ -34,8 +34,8 @@ class UncapturedPartition:
         return self._plain
 
     def __call__(self, args: list[Any]) -> Any:
-        if observe.watch is not None and observe.watch.outside():
-            return observe.watch.call(self, args)
+        if (watch := observe.watch) is not None and watch.outside():
+            return watch.call(self, args)
         self.stats.uncaptured_runs += 1
         if compat.profiling():
             return in_range("uncaptured", self.stats.facts.label, self._plain, args)
