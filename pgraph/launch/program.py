@@ -123,9 +123,7 @@ def program_of(
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of, gradient_of = (_sharing_blocks(built, results, these) for these in (sharing, gradients))
-    sizes, alike = (
-        {block: template.plan.blocks[block].nbytes for block in found} for found in (position_of, gradient_of)
-    )
+    sizes, alike = ({b: template.plan.blocks[b].nbytes for b in of} for of in (position_of, gradient_of))
     peak, n_chunks = template.plan.peak, len(template.plan.chunks)
     room = max(slack_bytes, peak // 100)
     chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks, peak)
@@ -231,9 +229,9 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
         place = _within(built, spec)
         if place is None:  # of another type, or lazy, or detached
             return Result(Source.RESULT, spec.view_of, make=apart, args=(spec.layout, offset))
-        layout = (spec.layout.size, spec.layout.stride, place)
         make = torch.as_strided if built.template.outputs[spec.view_of].base is None else beside
-        return Result(Source.RESULT, spec.view_of, make=make, args=layout)
+        strided = spec.layout.size, spec.layout.stride, place
+        return Result(Source.RESULT, spec.view_of, make=make, args=strided)
     if spec.base is not None:
         return Result(Source.BLOCK, block, make=based, args=(spec.layout, offset, spec.base))
     if direct.get(block) == spec.layout:
@@ -250,15 +248,13 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
 
 def _within(built: Built, spec: OutputSpec) -> int | None:
     """Elements from its block's start to a result that is a view of another one; None if no plain view."""
-    if spec.apart:
-        return None
     assert spec.region is not None
     assert spec.layout is not None
     assert spec.view_of is not None
     owner = built.template.outputs[spec.view_of].layout
     assert owner is not None
     start = built.template.plan.location(spec.region)[1] + spec.layout.offset
-    lazy = owner.conj or owner.neg or spec.layout.conj or spec.layout.neg
-    if lazy or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
+    odd = owner.conj or owner.neg or spec.layout.conj or spec.layout.neg or spec.apart
+    if odd or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
         return None
     return start // owner.dtype.itemsize
