@@ -17,6 +17,8 @@ import pgraph
 from pgraph.drivers.host.driver import HostDriver, HostRecipe
 from pgraph.launch import interpreter
 from pgraph.launch.program import Program
+from pgraph.runtime import holdings, registry
+from pgraph.runtime.specialization import Specialization
 from pgraph.template.packing import GRANULE
 
 KB = 1 << 10
@@ -218,3 +220,35 @@ def test_inputs_in_one_storage_are_planned_as_one(watch: Watch) -> None:
     aliased = [i for i in range(template.n_inputs) if len(watch.sharing(i)) > 1]
     assert aliased, "no two inputs share a storage: nothing was shown"
     assert first.held == template.plan.chunks[0].held
+
+
+@pytest.mark.parametrize("place", ["add", "group_of"])
+def test_an_interrupt_while_a_capture_is_kept(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come at any time. What was half done is forgotten, and calls are captured anew."""
+    compiled = host(lambda x: (x.sin() * 2).exp())
+    compiled(torch.randn(4))
+    real = getattr(holdings.Holdings, place)
+
+    def interrupted(self: holdings.Holdings, specialization: Specialization) -> Any:
+        monkeypatch.undo()
+        if place == "group_of":
+            real(self, specialization)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(holdings.Holdings, place, interrupted)
+    if place == "add":
+        with pytest.raises(KeyboardInterrupt):
+            compiled(torch.randn(4))
+    else:  # while a capture is let go of
+        compiled(torch.randn(4))
+        (cache,) = (p._cache for p in registry.live_capturable())
+        (specialization,) = cache._captured()
+        with pytest.raises(KeyboardInterrupt):
+            cache.release(specialization)
+    pgraph.reset()
+    for _ in range(3):
+        x = torch.randn(4)
+        same(compiled(x), (x.sin() * 2).exp())
+    (told,) = (p for p in pgraph.report().partitions if p.calls)
+    assert (told.captures, told.exec_bytes > 0) == (1, True)
+    assert told.launches >= 2

@@ -275,7 +275,11 @@ class Admission:
     def _made(
         self, specialization: Specialization, args: Sequence[Any], program: Program, start: float
     ) -> None:
-        self._cache.add(specialization, program)
+        try:
+            self._cache.add(specialization, program)
+        except BaseException:  # Ctrl-C, most likely: half of it may be done
+            self._cache.clear()
+            raise
         computer, built = self._cache.shelf.computer, program.built
         seconds, first = time.perf_counter() - start, not specialization.standing.runs
         self._cache.economy.captured(seconds, built.computed, first=first)

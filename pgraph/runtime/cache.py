@@ -363,19 +363,20 @@ class SpecializationCache:
             self._renew()
 
     def clear(self) -> None:
-        """Forget everything."""
-        for specialization in self._by_use():
-            self._let_go(specialization)
+        """Forget everything, whatever half-done state an interrupt has left."""
+        for specialization in self._captured():
             specialization.program = specialization.native = specialization.trial = None
+            specialization.replication = None
         self.set_aside = self._gains = False
         self._known.clear()
         self._met = Lookup()
         self._glimpses.clear()
         self._stats.standings.clear()
         self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
+        self._holdings, self.economy = Holdings(), self._new_economy()
+        self._tell_bytes()
         for budget in self._budgets:
             budget.cleared()
-        self._holdings, self.economy = Holdings(), self._new_economy()
         self._stats.waits = None
         self.latest = None
         self._renew()
