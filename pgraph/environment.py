@@ -20,8 +20,9 @@ __all__ = ["PREFIX", "WORDS", "read", "variable"]
 log = logging.getLogger(__name__)
 
 PREFIX = "PGRAPH_"
-# Variables of ours that are no options: the native helper, the benchmarks' commit, the set-up's torch.
-_OTHERS = ("PGRAPH_NATIVE", "PGRAPH_COMMIT", "PGRAPH_TORCH")
+# Variables of ours that are no options: the native helper, the benchmarks' commit and other checkout, the
+# set-up's torch, the number of the tests' random programs.
+_OTHERS = ("PGRAPH_NATIVE", "PGRAPH_COMMIT", "PGRAPH_OTHER", "PGRAPH_TORCH", "PGRAPH_FUZZ_PROGRAMS")
 # Options that have no variable, and what to do instead.
 _NO_VARIABLE = {"inductor": "set Inductor's own variables (TORCHINDUCTOR_...), or torch._inductor.config"}
 WORDS = {
@@ -97,6 +98,7 @@ def _warn_unknown(name: str, known: Iterable[str]) -> None:
     """Once per variable and process."""
     # Without the prefix, which would make everything alike.
     short = {other.removeprefix(PREFIX): other for other in (*known, *_OTHERS)}
-    near = [short[n] for n in difflib.get_close_matches(name.removeprefix(PREFIX), short, n=2, cutoff=0.7)]
+    given = name.removeprefix(PREFIX).upper()  # all of ours are in capitals
+    near = [short[n] for n in difflib.get_close_matches(given, short, n=2, cutoff=0.7)]
     hint = f"did you mean {' or '.join(near)}?" if near else "pgraph.list_options() lists the options"
     log.warning("%s is set, but pgraph has no such option, and it changes nothing: %s", name, hint)

@@ -68,6 +68,12 @@ you mean 'host'?""",
         self.assertExpectedInline(
             self.refused(codegen=7), """pgraph option 'codegen' is 7; it must be one of 'inductor', 'aten'"""
         )
+        self.assertExpectedInline(
+            self.refused(driver="HOST"),
+            """\
+pgraph option 'driver' is 'HOST'; it must be one of 'auto', 'cuda', 'host', did
+you mean 'host'?""",
+        )
 
     def test_ill_typed(self) -> None:
         self.assertExpectedInline(
@@ -78,6 +84,12 @@ you mean 'host'?""",
         )
         self.assertExpectedInline(
             self.refused(inductor=[1]), """pgraph option 'inductor' is [1]; it must be a dict, not list"""
+        )
+        self.assertExpectedInline(
+            self.refused(inductor={1: True}),
+            """\
+pgraph option 'inductor' has the key 1, which is no str. Fix: name the setting,
+e.g. {'max_autotune': True}""",
         )
 
     def test_out_of_range(self) -> None:
@@ -209,6 +221,7 @@ def test_explicit_options_win_over_the_environment() -> None:
 
 def test_unknown_variables_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     ours = {"PGRAPH_NATIVE": "0", "PGRAPH_COMMIT": "feed", "PGRAPH_TORCH": "torch==2.11.0", "OTHER": "1"}
+    ours |= {"PGRAPH_FUZZ_PROGRAMS": "1000", "PGRAPH_OTHER": "/other"}
     assert parse(None, ours) == Options()
     assert caplog.messages == []
     for _ in range(2):
@@ -216,6 +229,13 @@ def test_unknown_variables_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = caplog.messages
     assert "PGRAPH_MAX_CAPTURE is set" in said
     assert "did you mean PGRAPH_MAX_CAPTURES" in said
+
+
+def test_a_variable_in_small_letters_is_a_slip(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse(None, {"PGRAPH_driver": "host"}) == Options()
+    (said,) = caplog.messages
+    assert "PGRAPH_driver is set" in said
+    assert "did you mean PGRAPH_DRIVER" in said
 
 
 def test_the_environment_reaches_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
