@@ -60,17 +60,7 @@ class Backend:
         functions.graph_arrived()
         _tell_of_version()
         chosen = parse(options)
-        if unknown := compat.unknown_settings(chosen.inductor):
-            raise OptionError(
-                f"pgraph option 'inductor' sets {unknown[0]!r}, which Inductor of torch {torch.__version__} "
-                "does not have. Fix: torch._inductor.list_options() lists what it has"
-            )
-        if wrong := compat.wrong_settings(chosen.inductor):
-            name, wanted = wrong[0]
-            raise OptionError(
-                f"pgraph option 'inductor' sets {name!r} to {chosen.inductor[name]!r}; "
-                f"it must be of type {wanted}"
-            )
+        _check_inductor(chosen)
         settings = {**compat.inductor_mode(mode), **chosen.inductor}
         broken = break_of(gm)
         parameter = next((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), None)
@@ -108,6 +98,35 @@ def _tell_of_version() -> None:
     """Once per process."""
     if told := compat.untested():
         log.warning("%s", told)
+
+
+def _check_inductor(chosen: Options) -> None:
+    """Refuse settings that Inductor does not have or would misread; say where it is not asked at all."""
+    if unknown := compat.unknown_settings(chosen.inductor):
+        (name, near), *_ = unknown.items()
+        meant = f"did you mean {near!r}? " if near is not None else ""
+        raise OptionError(
+            f"pgraph option 'inductor' sets {name!r}, which Inductor of torch {torch.__version__} "
+            f"does not have. Fix: {meant}torch._inductor.list_options() lists what it has"
+        )
+    if wrong := compat.wrong_settings(chosen.inductor):
+        name, wanted = wrong[0]
+        raise OptionError(
+            f"pgraph option 'inductor' sets {name!r} to {chosen.inductor[name]!r}; "
+            f"it must be of type {wanted}"
+        )
+    if chosen.inductor and chosen.codegen == "aten":
+        _tell_of_unused(tuple(chosen.inductor))
+
+
+@functools.cache
+def _tell_of_unused(settings: tuple[str, ...]) -> None:
+    """Once per process. No error: PGRAPH_CODEGEN=aten is how to ask whether Inductor's code is at fault."""
+    log.warning(
+        "pgraph option 'inductor' sets %s, which changes nothing: with codegen='aten' Inductor makes no "
+        "code. Fix: leave out one of the two options",
+        ", ".join(map(repr, settings)),
+    )
 
 
 # -- one ATen graph ------------------------------------------------------------------------------

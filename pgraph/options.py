@@ -118,7 +118,7 @@ def _check_value(name: str, value: Any, hint: Any, source: str = "") -> None:
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
+            near = difflib.get_close_matches(str(value).lower(), choices, n=1)
             meant = f", did you mean {near[0]!r}?" if near else ""
             allowed = ", ".join(map(repr, choices))
             raise OptionError(
@@ -146,4 +146,9 @@ def _check_value(name: str, value: Any, hint: Any, source: str = "") -> None:
     elif not isinstance(value, Mapping):
         raise OptionError(
             f"pgraph option {name!r}{source} is {value!r}; it must be a dict, not {type(value).__name__}"
+        )
+    elif odd := [key for key in value if not isinstance(key, str)]:
+        raise OptionError(
+            f"pgraph option {name!r} has the key {odd[0]!r}, which is no str. Fix: name the setting, e.g. "
+            "{'max_autotune': True}"
         )

@@ -296,7 +296,8 @@ def test_hearing_calls() -> None:
 
 
 def test_settings_and_modes() -> None:
-    assert compat.unknown_settings({"max_autotune": True, "triton.cudagraphs": False, "nope": 1}) == ["nope"]
+    given = {"max_autotune": True, "triton.cudagraphs": False, "nope": 1, "max_autotunee": True}
+    assert compat.unknown_settings(given) == {"nope": None, "max_autotunee": "max_autotune"}
     assert compat.wrong_settings({"max_autotune": 1, "triton.cudagraphs": False}) == [
         ("max_autotune", "bool")
     ]

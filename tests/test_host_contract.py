@@ -468,6 +468,16 @@ def test_unknown_settings_of_inductor_are_named() -> None:
         torch._dynamo.exc.BackendCompilerFailed, match="'inductor' sets 'nope', which Inductor"
     ):
         host(lambda x: x * 2, inductor={"nope": 1})(torch.randn(3))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="did you mean 'max_autotune'"):
+        host(lambda x: x * 2, inductor={"max_autotunee": True})(torch.randn(3))
+
+
+def test_settings_of_inductor_without_inductor_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pgraph.backend._tell_of_unused.cache_clear()
+    for add in (1, 2):
+        host(lambda x, add=add: x * add, inductor={"max_autotune": True})(torch.randn(3))
+    (said,) = [message for message in caplog.messages if "codegen" in message]
+    assert "'max_autotune'" in said
 
 
 def test_values_of_inductors_settings_have_its_types() -> None:

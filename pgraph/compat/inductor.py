@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import types
@@ -122,10 +123,15 @@ def output_strides(compiled: Any) -> list[tuple[str, ...] | None] | None:
     return [tuple(map(str, strides)) if strides is not None else None for strides in found]
 
 
-def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Those that are no settings of Inductor's; 2.13, and in the sources of 2.11."""
+def unknown_settings(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """Those that are no settings of Inductor's, with the nearest that is one; 2.13, and in the sources of
+    2.11.
+    """
     known = inductor_config.get_config_copy() if settings else {}
-    return [name for name in settings if name not in known]
+    unknown = [name for name in settings if name not in known]
+    return {
+        name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None) for name in unknown
+    }
 
 
 def wrong_settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
