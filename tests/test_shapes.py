@@ -8,7 +8,7 @@ import random
 import resource
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -135,6 +135,38 @@ def test_python_numbers_that_vary() -> None:
         same(compiled(x, n), fn(x, n))
     assert pgraph.report().captures >= 2
     assert pgraph.report().launches >= 3
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"max_captures": 2}, [n % 6 + 2 for n in range(60)]),
+        ({"max_captures": 2}, [n // 2 for n in range(4, 12)]),
+        ({"capture_sizes": [3, 4]}, [2] * 4),
+    ],
+    ids=["in turn", "moving on", "not listed"],
+)
+def test_nobody_is_told_to_pad_a_number(
+    options: dict[str, Any], numbers: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = host(lambda x, n: (x * n + n).cumsum(0), dynamic=True, **options)
+    for n in numbers:
+        compiled(torch.randn(4, 3), n)
+    told = [*warnings(caplog), *(str(reason) for p in pgraph.report().partitions for reason in p.reasons)]
+    assert told
+    for text in told:
+        assert "pass n as a float or a tensor" in text
+        assert "pad to" not in text
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_numbers_as_floats_or_tensors_take_one_capture(kind: Callable[[int], Any]) -> None:
+    """What the message about numbers says."""
+    compiled = host(lambda x, n: (x * n + n).cumsum(0), dynamic=True)
+    for n in range(2, 12):
+        x = torch.randn(4, 3)
+        same(compiled(x, kind(n)), (x * n + n).cumsum(0))
+    assert pgraph.report().captures == 1
 
 
 class Records(logging.Handler):

@@ -38,6 +38,11 @@ class Dimension:
     of_tensor: bool = True
     derived: Callable[[Collection[int]], frozenset[int] | None] | None = None
 
+    @property
+    def is_number(self) -> bool:
+        """It is a number among the user's own arguments, which no padding makes fewer."""
+        return not self.of_tensor and self.derived is None
+
     def of(self, args: Sequence[Any]) -> int:
         """Its value today."""
         value = args[self.position]
@@ -107,6 +112,7 @@ class Sizes:
         "_evicting",
         "_last",
         "_limit",
+        "_moved",
         "_name",
         "_varying",
         "_wanted",
@@ -123,6 +129,7 @@ class Sizes:
         self._limit = limit
         self._last: tuple[int, ...] | None = None
         self._wanted: tuple[frozenset[int] | None, ...] | None = None
+        self._moved: tuple[Dimension, ...] = ()  # that were seen to vary
         self._varying = self._evicting = self._crowded = False
 
     def of(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -146,18 +153,25 @@ class Sizes:
 
     def unlisted(self, args: Sequence[Any]) -> Reason:
         """Why sizes like these wait for ever."""
-        odd = [f"{d.label} is {d.of(args)}" for d in self._odd(args)]
+        odd = self._odd(args)
+        told = " and ".join(f"{d.label} is {d.of(args)}" for d in odd)
         listed = ", ".join(map(str, sorted(self.listed)))
-        return Reason("size-not-listed", f"{' and '.join(odd)}, and option capture_sizes lists {listed}")
+        fix = (
+            f"{_fewer(odd, 'a listed one')}, or list it in option capture_sizes"
+            if any(d.is_number for d in odd)
+            else ""
+        )
+        return Reason("size-not-listed", f"{told}, and option capture_sizes lists {listed}", fix)
 
-    @staticmethod
-    def too_many(limit: str) -> Reason:
+    def too_many(self, limit: str) -> Reason:
         """Why sizes wait while others are captured.
 
         Args:
             limit: the option that keeps them out, with its value.
         """
-        return Reason("too-many-sizes", f"more sizes or layouts take turns than option {limit} lets in")
+        numbers = any(d.is_number for d in self._moved)
+        fix = f"{_fewer(self._moved, 'fewer sizes')}, or raise that option" if numbers else ""
+        return Reason("too-many-sizes", f"more sizes or layouts take turns than option {limit} lets in", fix)
 
     def captured(self, args: Sequence[Any], *, computable: bool) -> None:
         """Note the sizes of a capture; say once that another one was made because of them.
@@ -167,25 +181,25 @@ class Sizes:
         """
         values = self.of(args)
         before, self._last = self._last, values
-        if before is None or before == values:
+        if before is None or not (changes := self._changes(before, values)):
             return
         log.log(
             logging.INFO if self._varying or self.listed or computable else logging.WARNING,
-            "%s was captured again because %s. Each set of sizes needs a recording of its own%s. Fix: pad to "
-            "a few sizes, or list the ones worth a capture in option capture_sizes",
+            "%s was captured again because %s. Each set of sizes and numbers needs a recording of its own%s. "
+            "Fix: %s, or list the ones worth a capture in option capture_sizes",
             self._name,
-            self._changes(before, values),
+            _told(changes),
             f" (at most {self._limit} are kept)" if self._limit is not None else "",
+            _fewer([d for d, _, _ in changes], "a few sizes"),
         )
         self._varying |= not computable
 
-    def _changes(self, before: tuple[int, ...], now: tuple[int, ...]) -> str:
-        """What differs, in the user's words; empty if no size does."""
-        return " and ".join(
-            f"{d.label} went from {old} to {new}"
-            for d, old, new in zip(self.dimensions, before, now, strict=True)
-            if old != new
-        )
+    def _changes(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[Dimension, int, int]]:
+        """What differs, and the values."""
+        triples = zip(self.dimensions, before, now, strict=True)
+        found = [(d, old, new) for d, old, new in triples if old != new]
+        self._moved = tuple(dict.fromkeys((*self._moved, *(d for d, _, _ in found))))
+        return found
 
     def crowded(self, args: Sequence[Any], limit: str) -> None:
         """Say once that sizes take turns which cannot all be kept.
@@ -197,15 +211,15 @@ class Sizes:
             return
         self._crowded = True
         values = self.of(args)
-        changes = self._changes(self._last or values, values) or "layouts or alignments vary"
+        changes = self._changes(self._last or values, values)
         log.warning(
             "%s: more sizes or layouts take turns than %s lets in, so some of them run uncaptured; since the "
-            "last capture %s. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or pad "
-            "to fewer sizes",
+            "last capture %s. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or %s",
             self._name,
             limit,
-            changes,
+            _told(changes) or "layouts or alignments vary",
             limit.partition("=")[0],
+            _fewer([d for d, _, _ in changes], "fewer sizes"),
         )
 
     def evicted(self, limit: str) -> None:
@@ -218,9 +232,29 @@ class Sizes:
             self._evicting = True
             log.warning(
                 "%s: there are more captures than %s lets in: from now on one that is used less goes for a "
-                "new one. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or "
-                "pad to fewer sizes",
+                "new one. Fix: raise %s, list the sizes worth a capture in option capture_sizes, or %s",
                 self._name,
                 limit,
                 limit.partition("=")[0],
+                _fewer(self._moved, "fewer sizes"),
             )
+
+
+def _told(changes: Sequence[tuple[Dimension, int, int]]) -> str:
+    """They in the user's words."""
+    return " and ".join(f"{d.label} went from {old} to {new}" for d, old, new in changes)
+
+
+def _fewer(dimensions: Sequence[Dimension], goal: str) -> str:
+    """What has fewer sets of them come.
+
+    Args:
+        goal: what to pad sizes to.
+    """
+    numbers = [d.label for d in dimensions if d.is_number]
+    ways = [f"pad to {goal}"] if len(numbers) < len(dimensions) or not numbers else []
+    if numbers:
+        ways.insert(
+            0, f"pass {' and '.join(numbers)} as a float or a tensor (then one recording serves all values)"
+        )
+    return ", ".join(ways)
