@@ -242,6 +242,27 @@ def test_a_mark_that_comes_too_late(caplog) -> None:
     assert "Fix: mark it before the first call" in told[0]
 
 
+def test_a_mark_that_is_taken_back_too_late(caplog) -> None:
+    mark_unsafe("aten::sin", "a", "b")
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="pgraph", options={"driver": "host"})
+    compiled(torch.ones(3))
+    unmark_unsafe("aten::sin")
+    mark_unsafe("aten::sin", "a", "b")
+    torch._dynamo.reset()
+    unmark_unsafe("aten::sin")
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("unmark_unsafe")]
+    assert len(told) == 1
+    assert "Fix: call torch._dynamo.reset()" in told[0]
+
+
+def test_a_mark_that_was_never_made(caplog) -> None:
+    mark_unsafe("aten::cumsum", "a", "b")
+    unmark_unsafe("aten::cumsumm")
+    unmark_unsafe("aten::cumsum")
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "is not marked, so nothing changes. Fix: did you mean aten::cumsum?" in told
+
+
 def test_each_function_speaks_in_its_own_name() -> None:
     with pytest.raises(OptionError, match=r"^mark_unsafe: 'sin' is no op"):
         mark_unsafe("sin", "a", "b")

@@ -45,7 +45,9 @@ Rule = Callable[[Node, str], Reason | None]
 log = logging.getLogger(__name__)
 
 _marks: dict[str, tuple[str, str]] = {}
-_judged: set[str] = set()  # names of the ops in the graphs that were compiled since Dynamo was reset
+# Since Dynamo was reset: names of the ops in the graphs that were compiled, and of those kept out for a mark.
+_judged: set[str] = set()
+_kept_out: set[str] = set()
 
 
 # --- the user's own marks
@@ -80,13 +82,27 @@ def mark_unsafe(op: OpOverload | OpOverloadPacket | str, reason: str, fix: str) 
 
 
 def unmark_unsafe(op: OpOverload | OpOverloadPacket | str) -> None:
-    """Take a mark back; an op that is not marked is left alone."""
-    _marks.pop(_mark_name("unmark_unsafe", op), None)
+    """Take a mark back; an op that is not marked is left alone.
+
+    A warning says that it is not marked, or is outside of graphs that are compiled already.
+    """
+    name = _mark_name("unmark_unsafe", op)
+    if _marks.pop(name, None) is None:
+        near = difflib.get_close_matches(name, _marks, n=1)
+        meant = f"did you mean {near[0]}?" if near else "pass the name that mark_unsafe was given"
+        log.warning("unmark_unsafe(%r): it is not marked, so nothing changes. Fix: %s", name, meant)
+    elif name in _kept_out:
+        log.warning(
+            "unmark_unsafe(%r): it stays outside of the graphs that are compiled already. Fix: call "
+            "torch._dynamo.reset(), which has them compiled again",
+            name,
+        )
 
 
 def forget_judged() -> None:
     """Dynamo was reset: what was compiled is compiled again."""
     _judged.clear()
+    _kept_out.clear()
 
 
 def _check_that_it_helps(name: str) -> None:
@@ -134,6 +150,7 @@ def _marked(node: Node, device_type: str) -> Reason | None:
     name = next((name for name in _names(node) if name in _marks), None)
     if name is None:
         return None
+    _kept_out.add(name)
     reason, fix = _marks[name]
     return why(node, "marked", f"{name} is marked unsafe: {reason}", fix)
 
