@@ -204,7 +204,7 @@ _OF_GRAPHS: Final = (
     ),
     ReasonCode(
         "no-device",
-        "The tensors of the graph are on the CPU.",
+        "The tensors of the graph are on the CPU, or on another device that is not captured.",
         "move the model and its inputs to CUDA, or try the mechanism on the CPU with "
         "options={'driver': 'host'}",
     ),

@@ -83,6 +83,18 @@ def test_the_host_driver_leaves_other_devices_alone() -> None:
     assert choice.choose("host", graph_on("meta")) is None
 
 
+def test_the_device_that_is_not_captured_is_named() -> None:
+    """No driver=host where that is given already, or would not help."""
+    for options in ({"driver": "host"}, {}):
+        compiled = torch.compile(fn, backend="pgraph", options={"codegen": "aten", **options})
+        compiled(torch.randn(4, device="meta"))
+        (reason,) = pgraph.report().partitions[-1].reasons
+        assert reason.code == "no-device"
+        assert "on the device meta" in reason.sentence
+        assert "host" not in reason.fix
+        torch._dynamo.reset()
+
+
 def test_the_host_arena_ends() -> None:
     """Its addresses are its own, never twice the same, and run out with an error."""
     arena = HostArena(0)

@@ -79,10 +79,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
 def _scan(gm: GraphModule, context: Context) -> tuple[list[Partition], list[PartitionFacts]]:
     """The partitions of a graph, and the facts of each."""
     judged: dict[Node, Reason | None] = {}
+    nowhere = choice.why_none(context.options.driver, gm) if context.driver is None else None
 
     def refuse(node: Node) -> Reason | None:
         if context.driver is None:
-            judged[node] = None if is_neutral(node) else choice.NOT_ON_A_DEVICE
+            judged[node] = None if is_neutral(node) else nowhere
         else:
             judged[node] = refusal(
                 node,

@@ -15,12 +15,9 @@ from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
 from pgraph.reasons import Reason
 
-__all__ = ["NOT_ON_A_DEVICE", "Preview", "choose", "ghost_peaks", "previewing"]
+__all__ = ["Preview", "choose", "ghost_peaks", "previewing", "why_none"]
 
 log = logging.getLogger(__name__)
-
-NOT_ON_A_DEVICE = Reason("no-device", "the graph's tensors are on the CPU, where there is nothing to capture")
-"""Why a graph for which `choose` finds no driver runs uncaptured."""
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -76,8 +73,23 @@ def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
     if preview is not None and wanted == "auto":
         preview.graphs += 1
         return _get(torch.device("cpu"))
-    _notice_once()
+    if device is None or device.type == "cpu":
+        _notice_once()
     return None
+
+
+def why_none(wanted: str, gm: torch.fx.GraphModule) -> Reason:
+    """Why a graph for which `choose` finds no driver runs uncaptured."""
+    device = _device_of(gm) or torch.device("cpu")
+    if device.type == "cpu":
+        return Reason("no-device", "the graph's tensors are on the CPU, where there is nothing to capture")
+    if device.type == "cuda":
+        sentence = (
+            f"the graph's tensors are on {device}, and option driver={wanted!r} captures the CPU's only"
+        )
+        return Reason("no-device", sentence, "leave the option driver out, or have it be 'cuda'")
+    sentence = f"the graph's tensors are on the device {device}, which pgraph does not capture"
+    return Reason("no-device", sentence, "move the model and its inputs to CUDA")
 
 
 def _device_of(gm: torch.fx.GraphModule) -> torch.device | None:
