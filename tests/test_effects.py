@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 from support import TIGHT, host, launching, same
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+import pgraph
 
 LIBRARY = torch.library.Library("pgraph_effects", "DEF")
 LIBRARY.define("note(Tensor x, int at) -> Tensor")
@@ -41,6 +45,19 @@ def test_effects_keep_their_order_and_number(codegen: str, times: int) -> None:
             got = compiled(x)
             assert _seen == list(range(times))
             same(got, fn(x), **TIGHT)
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_the_check_of_a_solver_is_the_solvers_own(codegen: str, inductor_cache: pathlib.Path) -> None:
+    """One op and one reason; that the check orders effects is none of the user's business."""
+    compiled = host(lambda x: torch.linalg.inv(x @ x.mT + torch.eye(3)) * 2 + 1, codegen)
+    for _ in range(3):
+        compiled(torch.randn(3, 3))
+    outside = [p.facts for p in pgraph.report().partitions if not p.facts.safe]
+    assert [[reason.code for reason in facts.reasons] for facts in outside] == [["solver"]]
+    assert [facts.ops for facts in outside] == [(("aten::linalg_inv_ex", 1),)]
+    with pytest.raises(RuntimeError, match="singular"):
+        host(torch.linalg.inv, codegen)(torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])

@@ -41,6 +41,7 @@ __all__ = [
     "op_name",
     "op_of",
     "output_values",
+    "solver_of_check",
     "symbols",
     "touched_values",
     "unbacked",
@@ -133,6 +134,20 @@ def is_token(node: Node) -> bool:
     if is_getitem(node) and node.args[1] == 0 and isinstance(node.args[0], Node):
         return op_name(node.args[0].target) == "higher_order::with_effects"
     return op_name(node.target) == "prims::_make_token"
+
+
+def solver_of_check(node: Node) -> Node | None:
+    """The solver whose error code the node reads on the host; None if it does nothing of the kind.
+
+    Where a user calls ``torch.linalg.inv``, tracing makes of it an op that returns a code, and such a check:
+    an effect, so that it is kept although nothing uses it.
+    """
+    if op_name(node.target) != "higher_order::with_effects" or len(node.args) < 3:
+        return None
+    _, effect, code, *_ = node.args  # behind the token
+    if not isinstance(code, Node) or op_name(effect) != "aten::_linalg_check_errors":
+        return None
+    return code.args[0] if is_getitem(code) and isinstance(code.args[0], Node) else code
 
 
 def op_of(node: Node) -> Any:

@@ -13,12 +13,13 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from pgraph import compat
-from pgraph.ops import op_names
+from pgraph.ops import name_rules, op_names
 from pgraph.ops.fx import (
     argument,
     is_neutral,
     op_name,
     op_of,
+    solver_of_check,
     touched_values,
     unbacked,
     user_line,
@@ -63,6 +64,9 @@ def higher_order(node: Node, device_type: str) -> Reason | None:
     op = op_of(node)
     if not isinstance(op, HigherOrderOperator):
         return None
+    solver = solver_of_check(node)
+    if solver is not None and (found := name_rules.SOLVER(solver, device_type)):
+        return found  # one thing to change, told once
     name = str(op.name())
     if name in op_names.RNG_STATE_HOPS:
         drawn = [op_name(a) for a in node.args if isinstance(a, OpOverload)]

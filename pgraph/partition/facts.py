@@ -18,6 +18,7 @@ from pgraph.ops.fx import (
     is_neutral,
     op_name,
     op_of,
+    solver_of_check,
     user_line,
 )
 from pgraph.partition.causes import causes_of
@@ -167,13 +168,18 @@ def _op_runs(partitions: Sequence[Partition], causes: Mapping[Node, Reason]) -> 
     for partition in partitions:
         for node in partition.nodes:
             reason = causes.get(node)
-            if reason is None and is_neutral(node):
+            if not _is_device_op(node, causes):
                 continue
             if runs and runs[-1].reason == reason:
                 runs[-1] = OpRun(runs[-1].ops + 1, reason)
             else:
                 runs.append(OpRun(1, reason))
     return tuple(runs)
+
+
+def _is_device_op(node: Node, causes: Mapping[Any, Reason]) -> bool:
+    """Whether it counts as an op; the check of a solver's error code belongs to the solver."""
+    return solver_of_check(node) not in causes and (node in causes or not is_neutral(node))
 
 
 def split_facts(
@@ -214,7 +220,7 @@ def partition_facts(
     graph: GraphFacts, partition: Partition, causes: Mapping[Node, Reason], *, whole: bool
 ) -> PartitionFacts:
     """The facts of one partition; `whole` if it is the only one."""
-    ops = Counter(op_name(op_of(node)) for node in partition.nodes if node in causes or not is_neutral(node))
+    ops = Counter(op_name(op_of(node)) for node in partition.nodes if _is_device_op(node, causes))
     # What the rules say of a node, but once per cause; then what the partitioner added.
     reasons: dict[Any, Reason] = {}
     for node in partition.nodes:
