@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -293,6 +294,18 @@ def test_hearing_calls() -> None:
     with compat.hearing_calls() as heard:
         inner(torch.ones(2))
     assert place(inner) in heard
+
+
+def test_hearing_code_that_has_no_hash() -> None:
+    """Dynamo's code around a break has the slices of the user's as constants."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x
+
+    code = fn.__code__.replace(co_consts=(*fn.__code__.co_consts, slice(None, 2)))
+    with compat.hearing_calls() as heard:
+        types.FunctionType(code, {})(torch.ones(2))
+    assert f"{__file__}:{code.co_firstlineno}" in heard
 
 
 def test_settings_and_modes() -> None:

@@ -235,12 +235,12 @@ def hearing_calls() -> Iterator[set[str]]:
     Dynamo's code for a function bears the function's own file and line; 2.13. A profiler of the program's own
     hears nothing meanwhile.
     """
-    codes: set[types.CodeType] = set()
+    codes: dict[int, types.CodeType] = {}  # by id: code of Dynamo's with a slice in it has no hash
     heard: set[str] = set()
 
     def hear(frame: types.FrameType, event: str, arg: object) -> None:
         if event == "call":
-            codes.add(frame.f_code)
+            codes[id(frame.f_code)] = frame.f_code
 
     before = sys.getprofile()
     sys.setprofile(hear)
@@ -248,7 +248,7 @@ def hearing_calls() -> Iterator[set[str]]:
         yield heard
     finally:
         sys.setprofile(before)
-        heard.update(f"{code.co_filename}:{code.co_firstlineno}" for code in codes)
+        heard.update(f"{code.co_filename}:{code.co_firstlineno}" for code in codes.values())
 
 
 def _identity(code: types.CodeType, closure: Sequence[Any]) -> tuple[str, str | None]:
