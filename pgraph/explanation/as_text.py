@@ -88,6 +88,8 @@ def gain(change: Change, explanation: Findings, *, times: bool) -> str:
     if change.reason in explanation.stopped:
         return "compiles and captures the calls that run eagerly now"
     if change.reason in explanation.breaks:
+        if not explanation.partitions:
+            return "compiles what Python runs there"
         return "joins what lies before and after the break, and compiles what Python runs there"
     what = f"{amount(change.ops, 'more device op')} captured"
     if change.graphs > 0:
