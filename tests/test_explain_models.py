@@ -289,7 +289,7 @@ captured: device ops 0 of 0, kernels 0 of 0
 not compiled: 18 ops: aten::index x 4, aten::linear x 3, aten::eq x 2, aten::nonzero x 2, and 5 kinds more
 
 What to change first:
-  1. joins what lies before and after the break, and compiles what Python runs there
+  1. compiles what Python runs there
      [graph-break] indexing by a mask (or nonzero) has a result whose shape depends on data
      at test_explain_models.py: rows = torch.nonzero(choice[:, 0] == i).squeeze(1)
      fix: use torch.where, masked_fill, or integer indices
@@ -330,7 +330,7 @@ memory of the recordings: 680 B of execs
 
 What to change first:
   1. joins what lies before and after the break, and compiles what Python runs there
-     [graph-break] Tensor.item() reads a value on the host
+     [graph-break] Tensor.item() (or int(), float(), a slice up to a tensor) reads a value on the host
      at test_explain_models.py: x = x / x.abs().max().item()
      fix: keep the value in a tensor: x * s instead of x * s.item(), torch.where instead of if
 

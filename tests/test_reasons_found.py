@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import time
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pgraph
+from pgraph.compiler.graph_breaks import from_text
 
 
 def looping(x: Tensor) -> Tensor:
@@ -28,6 +34,86 @@ def test_explain_does_not_compile_what_dynamo_gave_up_on() -> None:
     assert [r.code for r in found.breaks] == ["graph-break"]
     assert not found.partitions, str(found)
     assert not found.complete
+
+
+def test_where_nothing_was_compiled_a_break_joins_nothing() -> None:
+    found = pgraph.explain(host(looping))(torch.ones(3))
+    assert "1. compiles what Python runs there" in str(found)
+    assert "joins" not in str(found)
+
+
+# -- breaks in plain words -----------------------------------------------------------------------------
+
+_ONE = torch.ones(4, 4)
+_LOG = logging.getLogger("a.model")
+
+
+def _steps(x: Tensor) -> Tensor:
+    loss = (x * _WEIGHT).sum()
+    _OPTIMIZER.zero_grad()
+    return loss * 2
+
+
+_WEIGHT = torch.nn.Parameter(torch.ones(4))
+_OPTIMIZER = torch.optim.SGD([_WEIGHT])
+
+
+@pytest.mark.parametrize(
+    ("fn", "sentence", "fix"),
+    [
+        (lambda x: x[x.argmax() % 4, :2] + 1, "stands for a number, as i does in x[i, :2]", "index_select"),
+        (lambda x: x[: x.argmax() % 4] + 1, "a slice up to a tensor", "keep the value in a tensor"),
+        (lambda x: x * 2 + sum(x.tolist()[0]), "tolist() reads values", "keep the values in a tensor"),
+        (lambda x: [x * 2, _LOG.warning("a")], "the logger a.model is called", "log outside"),
+        (lambda x: [x * 2, warnings.warn("a", stacklevel=1)], "warnings.warn()", "warn outside"),
+        (lambda x: [x * 2, time.sleep(0)], "does not trace time.sleep()", "call it outside"),
+        (lambda x: [x * 2, os.getloadavg()], "does not trace posix.getloadavg()", "call it outside"),
+        (lambda x: torch.sparse.mm(_ONE.to_sparse(), x), "sparse tensors", "use dense"),
+        (lambda x: x * 2 + x.data_ptr(), "an object that Dynamo cannot put into a graph", "outside"),
+        (_steps, "zero_grad() is called inside", "call zero_grad() outside"),
+    ],
+)
+def test_a_break_is_told_in_plain_words(
+    fn: Any, sentence: str, fix: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    reasons = pgraph.explain(host(fn))(torch.rand(4, 4)).breaks
+    assert [(sentence in reason.sentence, fix in reason.fix) for reason in reasons[:1]] == [(True, True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "fix"),
+    [
+        (
+            "step_unsupported",
+            "broke off in a function that is called here",
+            "remove the break inside that call",
+        ),
+        (
+            "Missing tp_iternext\n  Explanation: Dynamo does not support next() on dict_itemiterator. "
+            "Add tp_iternext_impl to this VariableTracker subclass.\n  Hint: It may be possible to write "
+            "Dynamo tracing rules for this code. Please report an issue to PyTorch.\n",
+            "cannot step through a dict_itemiterator",
+            "loop over a list",
+        ),
+        (
+            "A new kind\n  Explanation: It is not known. Add it to the VariableTracker.\n"
+            "  Hint: Please report an issue to PyTorch.\n  Hint: Consider using fullgraph=False.\n"
+            "  Hint: Pass a list.\n  Developer debug context: x\n",
+            "A new kind: It is not known",
+            "Pass a list",
+        ),
+        (
+            "A new kind\n  Hint: Please report an issue to PyTorch.\n",
+            "A new kind",
+            "keep it outside the compiled region",
+        ),
+    ],
+)
+def test_what_dynamo_tells_its_developers_is_left_out(text: str, sentence: str, fix: str) -> None:
+    reason = from_text(text, ())
+    assert sentence in reason.sentence
+    assert reason.fix.startswith(fix)
+    assert not re.search("VariableTracker|issue|fullgraph|step_unsupported|tp_iternext", str(reason))
 
 
 def _stepping(before: bool) -> Any:

@@ -354,8 +354,29 @@ def test_a_step_that_a_scheduler_counts() -> None:
     host(lambda: sgd.step())()
     assert "Fix: compile the step by itself: torch.compile(optimizer.step)" in str(pgraph.report())
     torch._dynamo.reset()
-    host(sgd.step)()
+    step = host(sgd.step)
+    found = pgraph.explain(step)()
     assert any(p.facts.safe and not p.dead for p in pgraph.report().partitions)
+    assert "skipped by Dynamo" not in str(pgraph.report()), "the step inside is compiled"
+    assert found.complete, str(found)
+
+
+def test_a_learning_rate_that_a_scheduler_changes() -> None:
+    """The fix for a step that is compiled too often holds."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    told = []
+    for lr in (0.1, torch.tensor(0.1)):
+        sgd = torch.optim.SGD([weight], lr=lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
+        step = host(sgd.step)
+        for _ in range(6):
+            step()
+            scheduler.step()
+        told.append([f.stopped.fix for f in pgraph.report().functions if f.stopped is not None])
+        torch._dynamo.reset()
+    assert ["lr=torch.tensor(" in fix for fix in told[0]] == [True]
+    assert told[1] == []
 
 
 def test_a_break_is_told_once_where_its_place_is_known() -> None:

@@ -1,7 +1,7 @@
 """Graph breaks: where Dynamo ends a graph and lets Python go on, as reasons with a fix.
 
 Dynamo's own text names its settings; what a user of graphs needs is the change to the program. Breaks
-of a known kind get that, the others keep Dynamo's first hint.
+of a known kind get that, the others keep Dynamo's first hint that is meant for users.
 """
 
 from __future__ import annotations
@@ -11,20 +11,36 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pgraph import compat
-from pgraph.ops.fx import FRAME, user_frame
+from pgraph.ops.fx import FRAME, is_users, user_frame
 from pgraph.reasons import Reason
 
-__all__ = ["break_of", "from_log", "from_text"]
+__all__ = ["break_of", "from_log", "from_text", "is_schedulers"]
 
 CODE: Final = "graph-break"
 _OPTIMIZER: Final = "/torch/optim/"
+_SCHEDULER: Final = r"in file `[^`]*/optim/lr_scheduler\.py`"
+
+_FOR_DEVELOPERS: Final = re.compile(
+    r"VariableTracker|as_proxy|tracing rules|dont_skip_tracing|fullgraph|([Rr]eport|file) an issue"
+)
+"""What Dynamo says to those who work on it, or to a user who has asked for one graph."""
 
 # (how Dynamo's text begins or what it contains, what is wrong, what to change)
 _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
     (
+        r"Data dependent operator.*_local_scalar_dense",
+        "the host reads a tensor that stands for a number, as i does in x[i, :2]",
+        "index with x.index_select(0, i.view(1)) or torch.gather, or pass a Python int",
+    ),
+    (
         r"Tensor\.item\(\)|_local_scalar_dense",
-        "Tensor.item() reads a value on the host",
+        "Tensor.item() (or int(), float(), a slice up to a tensor) reads a value on the host",
         "keep the value in a tensor: x * s instead of x * s.item(), torch.where instead of if",
+    ),
+    (
+        r"Tensor\.tolist\(\)",
+        "Tensor.tolist() reads values on the host",
+        "keep the values in a tensor, or call it outside the compiled function",
     ),
     (
         r"Dynamic shape operator.*aten\.(nonzero|masked_select)",
@@ -63,7 +79,7 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "torch.compile(optimizer.step)",
     ),
     (
-        r"in file `[^`]*/optim/lr_scheduler\.py`",
+        _SCHEDULER,
         "Dynamo does not trace the step of an optimizer around which a scheduler has put its own",
         "compile the step by itself: torch.compile(optimizer.step)",
     ),
@@ -81,6 +97,57 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         r"builtin `?print",
         "print() is called inside the compiled function",
         "print outside the compiled region",
+    ),
+    (
+        r"logging\.Logger method.*?<Logger ([\w.]+)",
+        "the logger {0} is called inside the compiled function",
+        "log outside the compiled function, or add the method to "
+        "torch._dynamo.config.ignore_logging_functions",
+    ),
+    (
+        r"builtin `_warnings\.warn`",
+        "warnings.warn() is called inside the compiled function",
+        "warn outside the compiled function",
+    ),
+    (
+        r"the function `Optimizer\.zero_grad`",
+        "Optimizer.zero_grad() is called inside the compiled function",
+        "call zero_grad() outside the compiled function",
+    ),
+    (
+        r"intentionally marked that the function `([\w.<>]+)`",
+        "Dynamo does not trace the function {0}",
+        "call it outside the compiled function",
+    ),
+    (
+        r"does not know how to trace (?:the )?(?:Python )?builtin (?:operator )?`([\w.]+?)\.?`",
+        "Dynamo does not trace {0}(), which is no Python code",
+        "call it outside the compiled function",
+    ),
+    (
+        r"Attempted to wrap sparse Tensor",
+        "Dynamo does not trace sparse tensors",
+        "use dense (strided) tensors, or keep sparse ones outside the compiled function",
+    ),
+    (
+        r"Failed to convert args/kwargs to proxy",
+        "an op is given an object that Dynamo cannot put into a graph",
+        "keep what makes or uses the object outside the compiled function",
+    ),
+    (
+        r"Unsupported functorch tracing attempt.*?torch\.func\.(\w+)\(",
+        "torch.func.{0} is called with the compiled function, which it runs eagerly",
+        "compile the function that calls torch.func.{0}",
+    ),
+    (
+        r"Missing tp_iternext.*?next\(\) on (\w+)",
+        "Dynamo cannot step through a {0}",
+        "loop over a list or a tuple, or outside the compiled function",
+    ),
+    (
+        r"^step_unsupported$",
+        "Dynamo broke off in a function that is called here, and could not go on inside it",
+        "remove the break inside that call, which is told by itself or by TORCH_LOGS=graph_breaks",
     ),
 )
 
@@ -106,6 +173,9 @@ def from_log(message: str) -> Reason | None:
         return None
     if re.match(rf"\s*Graph break\b[^\n]* in user code at [^\n]*{_OPTIMIZER}", head):
         return None  # what it does around each step; a graph that it cuts off says so itself
+    place = re.search(r"in user code at (.+):\d+", head)
+    if is_schedulers(head) and place is not None and not is_users(place[1]):
+        return None  # the step is compiled by itself, and Dynamo goes on to what the scheduler has wrapped
     # Dynamo leaves the traceback out where it broke before.
     frames = FRAME.findall(traceback) or re.findall(r"in user code at (.+):(\d+)", head)
     return from_text(text, frames)
@@ -123,14 +193,24 @@ def from_text(text: str, frames: Sequence[tuple[str, Any]]) -> Reason:
     return _reason(text, user_frame(frames))
 
 
+def is_schedulers(text: str) -> bool:
+    """Whether Dynamo's text is about the function that a scheduler puts around an optimizer's step."""
+    return re.search(_SCHEDULER, text) is not None
+
+
 def _reason(text: str, where: str | None) -> Reason:
     flat = " ".join(text.split())
     for pattern, sentence, fix in _KNOWN:
         found = re.search(pattern, flat)
         if found:
-            return Reason(CODE, sentence.format(*found.groups()), fix, where)
-    hint = re.search(r"Hint: (.*?)\.?\s*(?:Hint:|Developer debug context:|For more details|$)", flat)
-    cause = re.split(r" Explanation:", flat)[0].rstrip(".") or "the graph ends here"
+            return Reason(CODE, sentence.format(*found.groups()), fix.format(*found.groups()), where)
+    hints = re.findall(r"Hint: (.*?)\.?\s*(?=Hint:|Developer debug context:|For more details|$)", flat)
+    hint = next((one for one in hints if not _FOR_DEVELOPERS.search(one)), "")
+    cause = (
+        re.split(r" (?:Explanation|Hint|Developer debug context):", flat)[0].rstrip(".")
+        or "the graph ends here"
+    )
     explained = re.search(r"Explanation: (.*?)\.?\s*(?:Hint:|Developer debug context:|$)", flat)
-    sentence = f"{cause}: {explained[1]}" if explained and explained[1] else cause
-    return Reason(CODE, sentence, hint[1] if hint else "", where)
+    sentences = re.split(r"(?<=\.)\s+", explained[1]) if explained else []
+    explanation = " ".join(one for one in sentences if not _FOR_DEVELOPERS.search(one)).rstrip(".")
+    return Reason(CODE, f"{cause}: {explanation}" if explanation else cause, hint, where)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pgraph import compat
-from pgraph.compiler.graph_breaks import from_text
+from pgraph.compiler.graph_breaks import from_text, is_schedulers
 from pgraph.ops import safety
 from pgraph.ops.fx import is_users
 from pgraph.options import parse
@@ -26,6 +26,10 @@ _GUARDS: Final[tuple[tuple[str, str], ...]] = (
     (
         r"past_key_values|\bcache\b",
         "call the model with use_cache=False where no tokens are generated, or with a static cache",
+    ),
+    (
+        r"param_groups\[\d+\]\['lr'\]",
+        "hold the learning rate in a tensor: lr=torch.tensor(1e-3)",
     ),
     (
         r"requires_grad mismatch|grad_mode|GLOBAL_STATE",
@@ -70,6 +74,8 @@ def _ended(compilation: compat.Compilation) -> None:
     place = (compilation.where or "").rpartition(":")[0]
     if place and not graphs and not _asked_for(place, compilation.name):
         return  # helpers of Python's own, which Dynamo meets below a function that it has skipped
+    if not place and any(map(is_schedulers, compilation.breaks)):
+        return  # it counts the steps in a function around the step, which Dynamo compiles nevertheless
     function = functions.found(compilation.name, compilation.where)
     function.graphs += graphs
     if compilation.guard is not None and (guard := _guard(compilation.guard)) not in function.guards:
