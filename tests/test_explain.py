@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import html
+import itertools
 import json
 import logging
 import pathlib
@@ -180,6 +181,18 @@ def test_a_program_of_another_backend_is_told_so() -> None:
     assert not pgraph.explain(lambda x: x)(torch.randn(4)).elsewhere
     with pytest.raises(OptionError, match="or pass the program as it was before that"):
         pgraph.explain(other, min_ops=2)(torch.randn(4))
+
+
+def test_graphs_that_others_have_taken_the_place_of_are_no_loss() -> None:
+    """Those of static sizes, which the second step's sizes replaced by dynamic ones."""
+    rows = itertools.cycle((2, 3, 4))
+    compiled = host(lambda x: (x * 2).cumsum(0), dynamic=None)
+    found = pgraph.explain(lambda: compiled(torch.ones(next(rows), 4)))()
+    assert {(p.state, p.calls) for p in found.partitions} == {("warming up", 0), ("captured", 1)}
+    assert found.complete, str(found)
+    found = pgraph.explain(host(lambda x: (x * 2).cumsum(0), warmup=50))(torch.ones(4))
+    assert [(p.state, p.calls) for p in found.partitions] == [("warming up", 1)]
+    assert not found.complete
 
 
 def test_seeds_are_no_loss(inductor_cache: pathlib.Path) -> None:

@@ -136,12 +136,14 @@ class Findings:
     def complete(self) -> bool:
         """All that is compiled is captured, except draws of seeds; no graph break cuts it, no limit ends it.
 
-        A captured partition has reasons if some of its specializations are refused.
+        A captured partition has reasons if some of its specializations are refused. One that warmed up, and
+        was not called in the measured step, served sizes of the first step for which others are compiled now.
         """
+        ran = any(p.calls for p in self.partitions)
         done = all(
             all(r.info.free for r in p.reasons) if p.reasons else p.state == "captured"
             for p in self.partitions
-            if p.state != "not run" and p.device_ops
+            if p.state != "not run" and p.device_ops and not (p.state == "warming up" and ran and not p.calls)
         )
         return done and bool(self.partitions) and not self.breaks and not self.stopped
 
