@@ -83,7 +83,7 @@ def test_new_sizes_are_launched_at_once() -> None:
     assert after.launches == before.launches + 8
     assert runs(after) == runs(before)
     assert after.refused == 0
-    assert "7 captures, 4 of them computed," in str(after)
+    assert "3 captures and 4 computed in " in str(after)
 
 
 def test_nobody_is_warned_of_sizes_that_will_be_computed(caplog: pytest.LogCaptureFixture) -> None:

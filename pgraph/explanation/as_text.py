@@ -119,8 +119,12 @@ def partition_lines(partition: PartitionExplanation, *, times: bool) -> list[str
         lines.append(f"    ops: {_ops(partition.ops)}")
     if partition.kernels is not None:
         slots = ", ".join(f"{count} {kind}" for kind, count in partition.slots)
+        computed = partition.sizes.computed if partition.sizes is not None else 0
+        made = amount(partition.captures - computed, "capture") + (
+            f" and {computed:,} computed" if computed else ""
+        )
         lines.append(
-            f"    {amount(partition.captures, 'capture')}: {amount(partition.kernels, 'kernel')}; "
+            f"    {made}: {amount(partition.kernels, 'kernel')}; "
             f"slots {slots}; {partition.exec_bytes:,} B of execs"
         )
         lines.append(

@@ -361,9 +361,9 @@ class Report:
 
 
 def _captures(counts: PartitionStats | Report) -> str:
-    computed = f", {counts.computed} of them computed," if counts.computed else ""
+    computed = f" and {counts.computed:,} computed" if counts.computed else ""
     took = f" in {counts.capture_s * 1e3:,.0f} ms" if counts.captures else ""
-    return f"{amount(counts.captures, 'capture')}{computed}{took}"
+    return f"{amount(counts.captures - counts.computed, 'capture')}{computed}{took}"
 
 
 def _of_splits(splits: int, seconds: float) -> str:
