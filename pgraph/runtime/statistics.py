@@ -319,7 +319,7 @@ class Report:
         """Why there is no partition, although torch.compile was called with pgraph."""
         if any(function.graphs for function in self.functions):
             return "nothing is left of what reached pgraph: the compiled code was deleted"
-        what = "this"
+        what = "Dynamo compiles nothing of the functions below"
         if not self.functions:
             what = (
                 "what was compiled with it was not called, or Dynamo skips it: a fused optimizer, a module "
