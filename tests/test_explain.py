@@ -556,5 +556,5 @@ def test_the_log_tells_what_is_captured(caplog: pytest.LogCaptureFixture) -> Non
         call(host(running_sum), 2, 2)
     told = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("pgraph"))
     assert "2 device ops, to be captured" in told
-    assert re.search(r"captured in \d+ ms: 2 nodes in 1 chunk; 1 captures of it so far, in \d+ ms", told)
+    assert re.search(r"captured in \d+ ms: 2 nodes in 1 chunk; 1 capture of it so far, in \d+ ms", told)
     assert "node 0: kernel" in told

@@ -286,13 +286,13 @@ class Admission:
         if computer is not None:
             self._stats.met.obstacle = computer.reason
         log.info(
-            "%s %s in %.0f ms: %s in %s; %d captures of it so far, in %.0f ms",
+            "%s %s in %.0f ms: %s in %s; %s of it so far, in %.0f ms",
             self._stats.name,
             "computed" if built.computed else "captured",
             built.seconds * 1e3,
             amount(len(built.template.nodes), "node"),
             amount(len(built.recipes), "chunk"),
-            self._stats.captures,
+            amount(self._stats.captures, "capture"),
             self._stats.capture_s * 1e3,
         )
         if not built.computed:
