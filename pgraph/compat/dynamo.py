@@ -154,10 +154,7 @@ def marked_unbacked(value: Any) -> frozenset[Any]:
 
 
 def traced_function() -> str | None:
-    """Name of the function that Dynamo compiles, e.g. ``Block.forward``; None outside a compilation.
-
-    Before Python 3.11 code knows no class, and it is ``forward``.
-    """
+    """Name of the function that Dynamo compiles, e.g. ``Block.forward``; None outside a compilation."""
     context = TracingContext.try_get()
     code = context.traced_code[0] if context is not None and context.traced_code else None
-    return getattr(code, "co_qualname", code.co_name) if code is not None else None
+    return code.co_qualname if code is not None else None
