@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 
 from pgraph import compat
 from pgraph.compiler import skipped
@@ -184,7 +183,7 @@ def _aten(
 
         return compile_graph
 
-    return aot_autograd(
+    return compat.aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),

@@ -339,6 +339,20 @@ def test_profiling() -> None:
         assert not compat.profiling()
 
 
+# --- CUDA
+
+
+def test_the_handle_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the stream's object, where there is a GPU; 2.11."""
+    if torch.cuda.is_available():
+        for stream in (torch.cuda.default_stream(0), torch.cuda.Stream(0)):
+            with torch.cuda.stream(stream):
+                assert compat.current_raw_stream(0) == stream.cuda_stream
+    else:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+        assert compat.current_raw_stream(2) == 72
+
+
 # --- the dispatcher
 
 

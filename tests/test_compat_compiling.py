@@ -32,6 +32,43 @@ def traced(n: int = 4) -> torch.fx.GraphModule:
 # --- AOTAutograd
 
 
+def test_aot_autograd_gives_each_graph_to_its_compiler() -> None:
+    """As ATen ops; what an inference writes into its arguments stays in the graph; 2.11, 2.13."""
+    given: list[tuple[str, str]] = []
+
+    def compiler(kind: str) -> Any:
+        def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            called = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+            given.append((kind, " ".join(called)))
+            return compat.boxed_module(gm)
+
+        return compile_graph
+
+    cut: list[int] = []
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        cut.append(len(given))
+        return compat.partition_joint(joint, *args, **kwargs)
+
+    backend = compat.aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, requires_grad=True)).sum().backward()
+    kept = torch.ones(3)
+    torch.compile(lambda x: x.sin_(), backend=backend)(kept)
+    assert cut == [0], "before both compilers"
+    assert given == [
+        ("forward", "aten.sin.default"),
+        ("backward", "aten.cos.default aten.mul.Tensor"),
+        ("inference", "aten.sin.default aten.copy_.default"),
+    ]
+    assert torch.equal(kept, torch.ones(3).sin())
+
+
 def test_detect_fake_mode() -> None:
     with FakeTensorMode() as mode:
         assert compat.fake_mode_of([torch.empty(2)]) is mode

@@ -1,4 +1,7 @@
-"""Every private PyTorch interface that pgraph uses above the drivers, in one place.
+"""The private PyTorch interfaces that pgraph uses above the drivers, in one place.
+
+Only `torch._ops` and `torch.utils._pytree` are imported elsewhere, and attributes of ops, sizes and storages
+(``_schema``, ``node.expr``, ``_cdata``) read there.
 
 Each was seen working on torch 2.11.0 (cu130) and 2.13 to 2.15 (CPU), but where it says that it was only found
 in the sources of 2.11; `tests/test_compat*.py` have a test for each, and see to it that each has one.
@@ -11,6 +14,7 @@ from __future__ import annotations
 from pgraph.compat.aot import (
     Joint,
     Tracing,
+    aot_autograd,
     boxed,
     boxed_module,
     compiling_again,
@@ -29,6 +33,7 @@ from pgraph.compat.aot import (
     tokens,
     tracing,
 )
+from pgraph.compat.cuda import current_raw_stream
 from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
     compilation,
@@ -96,6 +101,7 @@ __all__ = [
     "Strides",
     "Tracing",
     "UnwrappedMode",
+    "aot_autograd",
     "assert_size_stride",
     "base_of",
     "boxed",
@@ -105,6 +111,7 @@ __all__ = [
     "compile_model",
     "compiling_again",
     "counter_of",
+    "current_raw_stream",
     "donated_inputs",
     "donating",
     "eager_backward",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.graph import _BoxedCodeGen
@@ -20,6 +21,7 @@ from pgraph.compat.tensors import Strides
 __all__ = [
     "Joint",
     "Tracing",
+    "aot_autograd",
     "boxed",
     "boxed_module",
     "compiling_again",

@@ -54,7 +54,7 @@ def _copied(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
 def _place(device: torch.device) -> tuple[int, int]:
     """A CUDA device's index and its current stream."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return index, torch._C._cuda_getCurrentRawStream(index)
+    return index, compat.current_raw_stream(index)
 
 
 def _known(key: Hashable, together: Tensor, device: torch.device) -> Tensor:
