@@ -25,6 +25,9 @@ class Counts:
     Args:
         models: how many.
         right: ran and were right.
+        as_inductor: of these, how many have tensors outside the bounds, as plain Inductor has them
+            (Note [Right against eager]).
+        tensors: how many such tensors.
         mostly: of these, at least 95 % of device ops captured and no fallback.
         whole: of these, no uncaptured part and no graph break.
         exceptions: (model, what is wrong or stays outside) of all others.
@@ -32,6 +35,8 @@ class Counts:
 
     models: int
     right: int
+    as_inductor: int
+    tensors: int
     mostly: int
     whole: int
     exceptions: tuple[tuple[str, str], ...]
@@ -80,10 +85,13 @@ def counts(rows: Iterable[Row], mode: str) -> Counts:
     """Counts of one mode."""
     found = checked(rows, mode)
     right = [r for r in found if r["check_status"] == "ok"]
+    differing = [len(r["inductor_differs"]) for r in right if r.get("inductor_differs")]
     exceptions = [(r["config"], why(r)) for r in found if r["check_status"] != "ok" or not is_whole(r)]
     return Counts(
         len(found),
         len(right),
+        len(differing),
+        sum(differing),
         sum(is_mostly(r) for r in right),
         sum(is_whole(r) for r in right),
         tuple(sorted(exceptions)),

@@ -1,4 +1,4 @@
-"""Tables of the coverage benchmark: five rows for README.md, all ratios, and one line for each model.
+"""Tables of the coverage benchmark: six rows for README.md, all ratios, and one line for each model.
 
 Not a program: `readme.py` imports it.
 """
@@ -6,10 +6,12 @@ Not a program: `readme.py` imports it.
 from __future__ import annotations
 
 from coverage_rows import KINDS, part_commit
-from coverage_summary import MODES, TITLES, Ratio, checked, counts, ratio, share
+from coverage_summary import MODES, TITLES, Counts, Ratio, checked, counts, ratio, share
 from readme_rows import File, Row
 from readme_tables import caption, figure
 from tabulate import tabulate
+
+from pgraph.text import amount
 
 # (figure, over whose, title); time by its mean, sizes by median and worst.
 RATIOS = (
@@ -30,16 +32,27 @@ def coverage_table(data: File) -> str:
     lines = []
     for mode in modes:
         c = counts(rows, mode)
-        whole = [c.models, f"{c.right} of {c.models}", c.mostly, c.whole]
+        whole = [c.models, f"{c.right} of {c.models}", _as_inductor(c), c.mostly, c.whole]
         lines.append([TITLES[mode], *map(str, whole)])
-    head = ["", "models", "run and are right", "95 % or more captured, none refused", "nothing stays outside"]
-    text = f"{caption(data)}\n\n{_markdown(lines, head, 4)}\n{_ratio_table(rows)}"
+    head = ["", "models", "run and are right", AS_INDUCTOR]
+    head += ["95 % or more captured, none refused", "nothing stays outside"]
+    text = f"{caption(data)}\n\n{_markdown(lines, head, 5)}\n{_ratio_table(rows)}"
     notes: dict[str, list[str]] = {}
     for mode in modes:
         for model, why in counts(rows, mode).exceptions:
             notes.setdefault(why, []).append(f"{model} ({TITLES[mode]})")
     bullets = [f"- {', '.join(models)}: {_plain(why)}" for why, models in notes.items()]
     return text + ("\n" + "\n".join(bullets) + "\n" if bullets else "")
+
+
+AS_INDUCTOR = "some tensors as far off as Inductor's"
+
+
+def _as_inductor(found: Counts) -> str:
+    """``"7 models (94 tensors)"``: those of the right ones that leave the bounds as plain Inductor does."""
+    if not found.as_inductor:
+        return "-"
+    return f"{amount(found.as_inductor, 'model')} ({amount(found.tensors, 'tensor')})"
 
 
 # The rows of the short table that are ratios: figure, over whose, what the row says.
@@ -52,14 +65,18 @@ SUMMARY = (
 
 
 def summary_table(data: File) -> str:
-    """Up to five rows, training beside inference: models that are right, and four ratios with their worst.
+    """Up to six rows, training beside inference: models that are right, how many of them as Inductor is, and
+    four ratios with their worst.
 
-    A ratio that no model has is left out. Empty if the file has no model that was checked.
+    What no model has is left out. Empty if the file has no model that was checked.
     """
     rows = [row for row in data["rows"] if row["bench"] == "coverage"]
     if not any(checked(rows, mode) for mode in MODES):
         return ""
     lines = [["models whose results are right", *(_right(rows, mode) for mode in MODES)]]
+    differing = [_as_inductor(counts(rows, mode)) for mode in MODES]
+    if set(differing) != {"-"}:
+        lines.append([AS_INDUCTOR, *differing])
     for key, over, title in SUMMARY:
         found = [ratio(rows, mode, key, over) for mode in MODES]
         if any(found):
@@ -101,7 +118,7 @@ def _ratio_table(rows: list[Row]) -> str:
 
 
 def models_table(data: File) -> str:
-    """One line for each model and mode; empty if the file has none."""
+    """How many are right, and one line for each model and mode; empty if the file has none."""
     rows = [row for row in data["rows"] if row["bench"] == "coverage"]
     places = list(dict.fromkeys((row["config"], row["mode"]) for row in rows))
     lines = []
@@ -115,7 +132,16 @@ def models_table(data: File) -> str:
     head += ["reserved MB: Inductor", "reduce-overhead", "pgraph"]
     head += ["device MB: Inductor", "reduce-overhead", "pgraph", "commit"]
     align = ["left", "left", "left", "right", "right", "left", *["right"] * 10, "left"]
-    return f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+    told = "; ".join(_right_in_words(rows, mode) for mode in MODES if checked(rows, mode))
+    text = f"{caption(data)}\n\n{told[0].upper()}{told[1:]}.\n\n" if told else f"{caption(data)}\n\n"
+    return text + f"{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+
+
+def _right_in_words(rows: list[Row], mode: str) -> str:
+    """``"training: 113 of 113 are right, 7 models (94 tensors) of them as Inductor's"``."""
+    c = counts(rows, mode)
+    differing = f", of these {_as_inductor(c)} as Inductor's" if c.as_inductor else ""
+    return f"{TITLES[mode]}: {c.right} of {c.models} are right{differing}"
 
 
 def _captured(row: Row | None) -> list[str]:
@@ -126,7 +152,7 @@ def _captured(row: Row | None) -> list[str]:
     outside += [f"graph break x {row['graph_breaks']}"] if row.get("graph_breaks") else []
     result = _plain(row["check_status"])
     if row.get("inductor_differs"):
-        result += f" ({len(row['inductor_differs'])} tensors as Inductor's)"
+        result += f" ({amount(len(row['inductor_differs']), 'tensor')} as Inductor's)"
     if row.get("device_ops") is None:
         return [result, "-", "-", "-"]
     return [result, f"{share(row):.1%}", figure(row["device_ops"], ",d"), ", ".join(outside) or "-"]

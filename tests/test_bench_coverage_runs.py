@@ -371,7 +371,7 @@ def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
     assert readme.main([*arguments, "--check"]) == 0
     text = page.read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    assert ["training", "4", "3 of 4", "2", "1"] in cells
+    assert ["training", "4", "3 of 4", "-", "2", "1"] in cells
     assert ["time over Inductor's", "2", "0.500", "0.625", "1.000 (hf/b)", "-", "-", "-", "-"] in cells
     assert "- hf/d (training): mismatch: step 2: loss" in text
     assert ["models whose results are right", "3 of 4", "-"] in cells
@@ -384,6 +384,23 @@ def test_tables_and_chart_are_written(load: Any, tmp_path: Path) -> None:
     assert len(lines) == 4
     first = [cell.strip() for cell in lines[0].split("|")[1:-1]]
     assert first[:10] == ["hf/a", "training", "ok", "100.0%", "100", "-", "-", "4.00", "2.00", "1.00"]
+
+
+def test_tensors_that_are_as_far_off_as_inductors_are_counted(load: Any) -> None:
+    tables, rows = load("readme_coverage"), example_rows()
+    (right,) = [row for row in rows if (row["config"], row["backend"]) == ("hf/a", "pgraph")]
+    right["inductor_differs"] = ["grad a"]
+    (wrong,) = [row for row in rows if row.get("check_status", "ok") != "ok"]
+    wrong["inductor_differs"] = ["grad b", "grad c"]
+    data = {**HEADER, "rows": rows}
+    row = ["some tensors as far off as Inductor's", "1 model (1 tensor)", "-"]
+    for text, cells in (
+        (tables.summary_table(data), row),
+        (tables.coverage_table(data), ["training", "4", "3 of 4", "1 model (1 tensor)", "2", "1"]),
+    ):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        assert cells in lines
+    assert "| ok (1 tensor as Inductor's) " in tables.models_table(data)
 
 
 def test_ratios_that_no_model_has_are_left_out_of_the_short_table(load: Any) -> None:
