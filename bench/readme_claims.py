@@ -1,6 +1,6 @@
 """What others have claimed of CUDA graphs, and what was measured here. Not a program: `readme.py` imports it.
 
-Figures are computed from the rows of the result files (`readme_answers.py`). Where these do not answer a
+Figures are computed from the rows of the result files (`readme_answers.py`). Where those of no GPU answer a
 claim, the table says that it was not measured.
 """
 
@@ -168,16 +168,24 @@ CLAIMED: tuple[Claim, ...] = (
 
 
 def claims_table(files: Sequence[File]) -> str:
-    """Every claim with its figure; a table for each GPU that has rows which answer any, else one without."""
+    """Every claim with its figures: a line for each GPU whose rows answer it; one that says so if none do."""
     groups: dict[str, list[File]] = {}
     for data in files:
         if data["gpu"] != "cpu":
             groups.setdefault(data["gpu"], []).append(data)
     answered = {gpu: answers(found) for gpu, found in groups.items()}
-    answered = {gpu: lines for gpu, lines in answered.items() if any(line is not None for line in lines)}
-    if not answered:
-        return _table([None] * len(CLAIMED))
-    return "\n".join(f"{_caption(groups[gpu])}\n\n{_table(lines)}" for gpu, lines in answered.items())
+    answered = {gpu: texts for gpu, texts in answered.items() if any(text is not None for text in texts)}
+    captions = [f"- {_caption(groups[gpu])}\n" for gpu in answered]
+    lines = []
+    for at, claim in enumerate(CLAIMED):
+        measured = [(gpu, texts[at]) for gpu, texts in answered.items() if texts[at] is not None]
+        lines += [
+            [claim.text, claim.where, gpu, text, f"`{claim.command}`"]
+            for gpu, text in measured or [("-", NOT_MEASURED)]
+        ]
+    head = ["claimed", "where", "GPU", "measured here", "command"]
+    table = tabulate(lines, head, "github", disable_numparse=True) + "\n"
+    return "".join(captions) + "\n" * bool(captions) + table
 
 
 def answers(files: Sequence[File]) -> list[str | None]:
@@ -189,12 +197,3 @@ def answers(files: Sequence[File]) -> list[str | None]:
 def _caption(files: Sequence[File]) -> str:
     """One line about the machine, as its latest file has it."""
     return caption(max(files, key=lambda data: data["date"]))
-
-
-def _table(found: Sequence[str | None]) -> str:
-    lines = [
-        [claim.text, claim.where, text or NOT_MEASURED, f"`{claim.command}`"]
-        for claim, text in zip(CLAIMED, found, strict=True)
-    ]
-    head = ["claimed", "where", "measured here", "command"]
-    return tabulate(lines, head, "github", disable_numparse=True) + "\n"

@@ -133,8 +133,21 @@ def test_without_a_figure_the_table_says_so(load: Any) -> None:
     on_cpu = {**HEADER, "gpu": "cpu", "rows": [claim("malloc-2", "eager", us=1.0)]}
     assert table.claims_table([on_cpu]) == empty
     shown = table.claims_table([on_cpu, {**HEADER, "rows": bert()}])
-    assert shown.startswith("**nvidia-h200**, driver 580.1")
+    assert shown.startswith("- **nvidia-h200**, driver 580.1")
     assert shown.count("not measured") == len(table.CLAIMED) - 1
+
+
+def test_a_claim_has_a_line_for_each_gpu_that_answers_it(load: Any) -> None:
+    other = {**HEADER, "gpu": "nvidia-h100", "rows": [*bert(), claim("malloc-2", "eager", us=50.0)]}
+    shown = load("readme_claims").claims_table([{**HEADER, "rows": bert()}, other])
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if "|" in line]
+    gpus = {text: [line[2] for line in cells if line[0] == text] for text, *_ in cells}
+    assert gpus["BERT-Large, batch 32: 480 to 390 ms, 19 % (A100, no length given)"] == [
+        "nvidia-h200",
+        "nvidia-h100",
+    ]
+    assert gpus["a cudaMalloc takes about 0.2 ms"] == ["nvidia-h100"]
+    assert gpus["no graphs for LSTMs of varying length"] == ["-"]
 
 
 def test_every_claim_names_programs_and_workloads_that_exist(load: Any) -> None:
