@@ -32,6 +32,7 @@ from readme_tables import (
     losses_table,
     memory_table,
     reasons_table,
+    saved_table,
     titan_table,
 )
 from readme_uses import uses_table
@@ -49,6 +50,7 @@ TABLES: dict[str, Callable[[File], str]] = {
     "largest-batch": batch_table,
     "torchtitan": lambda data: titan_table(data, lambda row: not is_expandable(row)),
     "torchtitan-expandable": lambda data: titan_table(data, is_expandable),
+    "torchtitan-saved": saved_table,
     "torchtitan-losses": losses_table,
     "coverage": coverage_table,
     "coverage-models": models_table,

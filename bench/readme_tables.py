@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import schema
-from readme_rows import File, Row, inductor_of, ordered, place, together
+from readme_rows import File, Row, inductor_of, is_expandable, ordered, place, together
 from tabulate import tabulate
 
 from pgraph.reason_codes import CATALOGUE
@@ -36,6 +36,7 @@ TITAN_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("device_used_mb", "device used MB", ",.0f"),
     ("private_pools_mb", "private pools MB", ",.0f"),
 )
+SMALL = "debug"  # how the names of the small model's configs begin
 TITAN_NAMES = {"reduce-overhead": "inductor, CUDA graph trees"}
 
 
@@ -197,6 +198,38 @@ def titan_table(data: File, keep: Callable[[Row], bool]) -> str:
     head = ["config", "backend", *(title for _, title, _ in columns), "recordings", "speed over Inductor's"]
     head += ["allocated / reserved / device over Inductor's", f"within 1 % or {TITAN_BOUND_MB} MB", "commit"]
     align = ["left", "left", *["right"] * (len(columns) + 3), "left", "left"]
+    text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
+    return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def saved_table(data: File) -> str:
+    """What pgraph saves of the small model's steps, in compiled code and in all; then CUDA graph trees where
+    they record nothing in the measured steps. Empty if it has no such steps of pgraph's.
+    """
+    rows = ordered([row for row in data["rows"] if row["bench"] == "torchtitan" and row["status"] == "ok"])
+    lines, notes = [], []
+    for row in rows:
+        where = row["config"] + (", expandable segments" if is_expandable(row) else "")
+        base = inductor_of(row, rows)
+        if row["backend"] == "reduce-overhead" and row.get("recordings_timed") == 0:
+            same = (r for r in rows if r["backend"] == "pgraph" and inductor_of(r, rows) is base)
+            beside = [f"pgraph's {titan_cell(r, 'ms_per_step', ',.1f')} ms" for r in same]
+            mine = f"{titan_cell(row, 'ms_per_step', ',.1f')} ms"
+            notes.append(f"- {where}: steps of CUDA graph trees take {'; '.join([mine, *beside])}")
+        if not row["config"].startswith(SMALL) or row["backend"] != "pgraph" or base is None:
+            continue
+        if not together(row, base) or None in (row.get("compiled_ms"), base.get("compiled_ms")):
+            continue
+        cells = [where]
+        for key in ("compiled_ms", "ms_per_step"):
+            before, after = base[key], row[key]
+            cells += [figure(before, ",.1f"), figure(after, ",.1f"), figure(before - after, ",.1f")]
+        lines.append(cells)
+    head = ["config", "in compiled code, ms: Inductor", "pgraph", "saved"]
+    head += ["step, ms: Inductor", "pgraph", "saved"]
+    if not lines:
+        return ""
+    align = ["left", *["right"] * 6]
     text = f"{caption(data)}\n\n{tabulate(lines, head, 'github', colalign=align, disable_numparse=True)}\n"
     return text + ("\n" + "\n".join(notes) + "\n" if notes else "")
 

@@ -309,6 +309,33 @@ def test_tables_show_rows_and_failures(bench: Any, load: Any, tmp_path: Path) ->
     assert (tmp_path / "torchtitan-nvidia-h200.svg").exists()
 
 
+def test_what_is_saved_is_told_of_the_small_model(bench: Any, load: Any, tmp_path: Path) -> None:
+    (entry,) = load("titan_plans").parse("gpus=2")
+    recorded = rank([1.0], [12.0])["before"] | {"recordings": 7}
+    trees = rank([1.0], [12.0], before=recorded, after=recorded)
+    ranks = {
+        "inductor": rank([1.0], [20.0], compiled_ms=9.0),
+        "reduce-overhead": trees,
+        "pgraph": rank([1.0], [10.0], compiled_ms=2.5),
+    }
+    rows = [
+        bench.row(entry, backend, {"status": "ok", "ranks": [one] * 2}, first=True)
+        for backend, one in ranks.items()
+    ]
+    schema, table = load("schema"), load("readme").TABLES["torchtitan-saved"]
+    path = schema.write(tmp_path / "torchtitan-nvidia-h200.json", rows, HEADER | {"date": "2026-01-02"})
+    data = schema.read(path)
+    (line,) = [line for line in table(data).splitlines() if line.startswith("| debug")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["9.0", "2.5", "6.5", "20.0", "10.0", "10.0"]
+    assert "steps of CUDA graph trees take 12.0 ms; pgraph's 10.0 ms" in table(data)
+    moved = [{**row, "recordings_timed": row["backend"] == "reduce-overhead" and 3} for row in data["rows"]]
+    assert "trees" not in table({**data, "rows": moved})
+    large = [{**row, "config": "8B 32 layers"} for row in data["rows"]]
+    assert table({**data, "rows": large}) == ""
+    apart = [{**row, "commit": row["backend"]} for row in data["rows"]]
+    assert table({**data, "rows": apart}) == "", "times of two runs"
+
+
 def test_a_comparison_says_how_it_was_run(bench: Any, load: Any, tmp_path: Path) -> None:
     plans, schema, readme = load("titan_plans"), load("schema"), load("readme")
     rows = []
