@@ -79,6 +79,13 @@ def test_commands_run_programs_that_exist(page: Path) -> None:
                 assert (REPO / word).is_file(), line
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPO)))
+def test_programs_can_be_pasted(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        compile(block, str(page), "exec")
+
+
 def test_the_measured_tables_are_what_the_results_say(load: Any) -> None:
     assert load("readme").main(["--check"]) == 0
 
