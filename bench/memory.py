@@ -1,7 +1,7 @@
 """Speed and memory of a training step: eager, Inductor, reduce-overhead and pgraph side by side.
 
     python bench/memory.py                                   # everything this machine can run
-    python bench/memory.py --quick                           # one small config, few steps
+    python bench/memory.py --quick --out out/                # one small config, few steps
     python bench/memory.py --configs 4x256 16x1024 --scopes block --repeats 3
     python bench/memory.py --expandable-segments --out results/
     PGRAPH_COMMIT=$(git rev-parse HEAD) python bench/memory.py   # for a copy that has no git
@@ -11,6 +11,10 @@ Each backend runs in a process of its own; the processes of one config take turn
 all again), so that a drift of the machine's clock meets each of them. Figures are medians over the repeats;
 ``ms_p10``/``ms_p90`` are the spread over the steps, ``ms_min``/``ms_max`` that over the repeats. Results go
 to ``bench/results/memory-<gpu>.json`` whenever each backend has had its turn, so a stopped run keeps that.
+
+Without a GPU a tiny config runs on the CPU, pgraph with its host driver. That takes some minutes, with
+``--quick`` too, shows that the program works, and says nothing of a GPU. `readme.py` makes a table of every
+file in ``bench/results``: give ``--out out/`` where that is not wanted.
 
 Compiling takes most of a short run. ``--parallel-warm N`` first compiles everything into one cache, N
 processes at a time, and times nothing meanwhile; the measured processes then find it there.
@@ -70,8 +74,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--parallel-warm", type=int, default=0, metavar="N", help="compile all first, N processes at once")
     add("--timeout", type=float, default=900.0, help="seconds for one process")
-    add("--out", default=None, help="JSON file or folder for the results")
-    add("--quick", action="store_true", help="first config only, 3 warm-up and 10 timed steps, one repeat")
+    add("--out", default=None, help="JSON file or folder for the results; bench/results if not given")
+    quick = "first config only, 5 warm-up and 10 timed steps, one repeat; some minutes without a GPU"
+    add("--quick", action="store_true", help=quick)
     args = parser.parse_args(argv)
     if args.quick:
         args.configs, args.repeats = args.configs[:1], 1
@@ -183,6 +188,20 @@ def brief(figures: dict[str, Any]) -> str:
     )
 
 
+def notices(args: argparse.Namespace, path: Path) -> list[str]:
+    """What to know before the run: that it is none of a GPU, and that the documents show what it writes."""
+    found = []
+    if args.device == "cpu" or not torch.cuda.is_available():
+        found.append(
+            f"no GPU is used: {', '.join(args.configs)} on the CPU, for some minutes, to try the program"
+        )
+    if path.parent.resolve() == schema.RESULTS.resolve():
+        found.append(
+            f"rows go to {path}, and bench/readme.py makes tables of them; --out out/ puts them elsewhere"
+        )
+    return found
+
+
 def tell(line: str) -> None:
     """Print at once."""
     print(line, flush=True)
@@ -195,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         args.device = "cpu"
     header = schema.environment(cpu=args.device == "cpu")
     path = schema.result_path("memory", header["gpu"], args.out)
+    for line in notices(args, path):
+        tell(line)
     memory = device_bytes() if args.device != "cpu" else None
     try:
         configs = [resolve(config, memory) for config in args.configs]

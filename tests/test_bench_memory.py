@@ -253,6 +253,16 @@ def test_the_search_writes_rows_of_the_schema(
     ]
 
 
+def test_a_run_says_where_it_runs_and_writes(load: Any, tmp_path: Path) -> None:
+    memory = load("memory")
+    args = memory.parse_args(["--quick", "--device", "cpu", "--configs", "cpu-tiny"])
+    here = memory.notices(args, memory.schema.result_path("memory", "cpu"))
+    assert [line.split(":")[0].split(" ")[0] for line in here] == ["no", "rows"]
+    assert "cpu-tiny on the CPU, for some minutes" in here[0]
+    assert "--out out/ puts them elsewhere" in here[1]
+    assert memory.notices(args, memory.schema.result_path("memory", "cpu", tmp_path)) == here[:1]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_search_is_refused(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
