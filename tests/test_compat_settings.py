@@ -85,3 +85,16 @@ def test_settings_of_libraries_are_told_apart(flag: str) -> None:
         put(was)
     assert changed != before
     assert hash(before) != hash(changed)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_settings_of_cudnn_are_told_by_themselves(flag: str) -> None:
+    """At each call of a partition with convolutions: no others, and attention's choice is made before."""
+    get, put, value = FLAGS[flag]
+    before, was = compat.cudnn_settings(), get()
+    try:
+        put(value)
+        assert (compat.cudnn_settings() != before) == (flag.startswith("cuDNN") and "attention" not in flag)
+    finally:
+        put(was)
+    assert compat.cudnn_settings() == before

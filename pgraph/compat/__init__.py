@@ -71,7 +71,7 @@ from pgraph.compat.inductor import (
     wrong_settings,
 )
 from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
-from pgraph.compat.settings import library_settings
+from pgraph.compat.settings import cudnn_settings, library_settings
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
@@ -111,6 +111,7 @@ __all__ = [
     "compile_model",
     "compiling_again",
     "counter_of",
+    "cudnn_settings",
     "current_raw_stream",
     "donated_inputs",
     "donating",

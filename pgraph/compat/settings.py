@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["library_settings"]
+__all__ = ["cudnn_settings", "library_settings"]
 
 _FLAGS: Final = (
     "_get_blas_preferred_backend",
@@ -50,6 +50,16 @@ def library_settings() -> Hashable:
     for device in ("cuda", "cpu"):
         found += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
     return tuple(map(_hashable, found))
+
+
+_CUDNN: Final = tuple(name for name in _FLAGS if name.startswith("_get_cudnn_") and "sdp" not in name)
+
+
+def cudnn_settings() -> Hashable:
+    """Those by which cuDNN chooses kernels, but for attention; seen on 2.13. Told in microseconds."""
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    flags = [_told(getattr(torch._C, name, None)) for name in _CUDNN]
+    return *flags, _told(precision, "cuda", "conv"), _told(precision, "cuda", "rnn")
 
 
 def _told(function: Callable[..., Any] | None, *arguments: str) -> Any:

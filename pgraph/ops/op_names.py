@@ -42,6 +42,24 @@ COLLECTIVES: Final = (
     "_dtensor::",
     "symm_mem::",
 )
+# How cuDNN does them depends on settings that Dynamo compiles nothing anew for.
+OF_CUDNN: Final = _aten(
+    "_convolution",
+    "_cudnn_ctc_loss",
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+    "convolution",
+    "convolution_backward",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "cudnn_convolution",
+    "cudnn_convolution_add_relu",
+    "cudnn_convolution_relu",
+    "cudnn_convolution_transpose",
+    "cudnn_grid_sampler",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+)
 # They count from the start of the storage, wherever the tensor itself begins.
 STORAGE_OFFSETS: Final = _aten("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 STREAMS: Final = ("streams::",)

@@ -28,7 +28,7 @@ from pgraph.launch.interpreter import Launched
 from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
-from pgraph.runtime import observe, registry, replication, statistics, trial, trimming
+from pgraph.runtime import cudnn, observe, registry, replication, statistics, trial, trimming
 from pgraph.runtime.admission import Admission, Chosen, Code
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.captured import Captured
@@ -87,6 +87,7 @@ class PartitionRunner:
         self._saves = bool(saved)  # hooks get nothing else
         self._short = False
         self._instead: Boxed | None = None
+        self._cudnn = cudnn.watched([name for name, _ in facts.ops])
         self.stats.met.labels = tuple(dimension.label for dimension in dimensions)
         self.stats.met.numbers = frozenset(i for i, d in enumerate(dimensions) if not d.of_tensor)
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
@@ -107,13 +108,14 @@ class PartitionRunner:
             trimming.called(self.name, self._cache.captured.growth())
         if (watch := observe.watch) is not None and watch.outside():
             return watch.call(self, args)
+        if self._cudnn is not None and self._cudnn.changed():
+            self.reset()
         if self.admission.never(args):
             return self._run_uncaptured(args, None)
         if self._carries_tangents and compat.forward_mode():
             return self._run_uncaptured(args, None)  # a launch would lose the tangents without a word
         if compat.intercepted():
-            # A mode or a transform is to see every op, and must not see the ghosts of a capture. (AOTAutograd
-            # itself is such a mode at a first call.)
+            # A mode or a transform sees every op, but no ghosts. (AOTAutograd is a mode at a first call.)
             return self._run_uncaptured(args, self.admission.choose(args, capture=False))
         captured = self._cache.captured  # once: an eviction may replace it
         launched = specialization = failed = None
@@ -127,8 +129,7 @@ class PartitionRunner:
             if (instead := self._instead) is not None:
                 return instead(args)
             if isinstance(specialization, Specialization) and specialization.launches_next:
-                captured = self._cache.captured_as(specialization)
-                start = trial.clock()
+                captured, start = self._cache.captured_as(specialization), trial.clock()
                 try:  # also where another device is current
                     launched = self._launch(captured, args)
                 except _LAUNCH_ERRORS as e:
