@@ -321,7 +321,7 @@ _OF_RUNS: Final = (
         "sizes-vary",
         "So many sizes or layouts come that to capture them takes longer than launches save.",
         "pad to a few sizes, or list those worth a capture in option capture_sizes; "
-        "step_aside=False captures whatever comes",
+        "step_aside=False captures whatever comes again",
     ),
     ReasonCode(
         "size-not-listed",

@@ -11,7 +11,7 @@ from support import host, launching, same
 from torch import Tensor
 
 from pgraph.compat import same_counter
-from pgraph.launch.views import apart, counted
+from pgraph.launch.views import counted, with_counter
 from pgraph.template.recording import TensorSpec
 
 Results = tuple[Tensor, ...]
@@ -129,8 +129,8 @@ def test_one_counter_for_tensors_of_all_types(dtype: torch.dtype, inference: boo
         owner = torch.arange(12.0)
         size = owner[4:].view(dtype).size()
         layout = TensorSpec(tuple(size), (1,), dtype, 8, False, False)
-        for made in (apart(owner, layout, 8), counted(owner, layout, 8)):
+        for made in (with_counter(owner, layout, 8), counted(owner, layout, 8)):
             same(made, owner[4:].view(dtype))
             assert made.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
             assert same_counter(owner, made) != inference
-        assert apart(owner, layout, 8)._base is None
+        assert with_counter(owner, layout, 8)._base is None

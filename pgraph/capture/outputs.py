@@ -30,7 +30,7 @@ def output_specs(
     is a view of a tensor of that layout, and the others are views of that tensor, or the tensor itself.
 
     A tensor and what was detached from it share the counter, too, and are no views of one another: a view of
-    what requires a gradient would require one. The second of such results is `apart`.
+    what requires a gradient would require one. The second of such results is `detached`.
     """
     origins = _Origins(recorder, moved, regions)
     specs: list[OutputSpec] = []
@@ -47,7 +47,7 @@ def output_specs(
                 spec = dataclasses.replace(spec, view_of=beside)
                 specs[beside] = dataclasses.replace(specs[beside], base=_base(results[beside], origins))
             elif sharing:
-                spec = dataclasses.replace(spec, view_of=sharing[0], apart=True)
+                spec = dataclasses.replace(spec, view_of=sharing[0], detached=True)
             sharing.append(position)
         specs.append(spec)
     return tuple(specs)

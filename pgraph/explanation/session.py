@@ -129,7 +129,7 @@ class _Explainer:
         found = _breaks(graphs, heard)
         # Others may have been skipped or stopped for another program.
         mine = [f for f in functions.live() if f.where is None or f.where in called]
-        # What was skipped before left nothing else behind. Whose a library's function is nothing tells.
+        # What was skipped before left nothing else behind. A library's function may be another program's.
         given_up = [f for f in mine if not seen or (f.where is not None and f.given_up)]
         skipped = [f.skipped for f in given_up if f.skipped is not None]
         heard_of = {(reason.sentence, reason.fix) for reason in found}

@@ -22,7 +22,7 @@ from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import Allocation, Places, in_pieces, piece_of, smallest
 from pgraph.launch.guards import Guards
-from pgraph.launch.views import apart, based, beside, counted, view
+from pgraph.launch.views import based, beside, counted, view, with_counter
 from pgraph.template.recording import OutputSpec, TensorSpec
 
 __all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of"]
@@ -228,7 +228,7 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
     if spec.view_of is not None:
         place = _within(built, spec)
         if place is None:  # of another type, or lazy, or detached
-            return Result(Source.RESULT, spec.view_of, make=apart, args=(spec.layout, offset))
+            return Result(Source.RESULT, spec.view_of, make=with_counter, args=(spec.layout, offset))
         make = torch.as_strided if built.template.outputs[spec.view_of].base is None else beside
         strided = spec.layout.size, spec.layout.stride, place
         return Result(Source.RESULT, spec.view_of, make=make, args=strided)
@@ -254,7 +254,7 @@ def _within(built: Built, spec: OutputSpec) -> int | None:
     owner = built.template.outputs[spec.view_of].layout
     assert owner is not None
     start = built.template.plan.location(spec.region)[1] + spec.layout.offset
-    odd = owner.conj or owner.neg or spec.layout.conj or spec.layout.neg or spec.apart
+    odd = owner.conj or owner.neg or spec.layout.conj or spec.layout.neg or spec.detached
     if odd or owner.dtype != spec.layout.dtype or start % owner.dtype.itemsize:
         return None
     return start // owner.dtype.itemsize

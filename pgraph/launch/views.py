@@ -9,7 +9,7 @@ import torch
 from pgraph.compat import base_of, lazily, reinterpret
 from pgraph.template.recording import TensorSpec
 
-__all__ = ["apart", "based", "beside", "counted", "view"]
+__all__ = ["based", "beside", "counted", "view", "with_counter"]
 
 
 def view(owner: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def beside(other: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], 
     return torch.as_strided(whole, size, stride, offset)
 
 
-def apart(other: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
+def with_counter(other: torch.Tensor, layout: TensorSpec, offset: int) -> torch.Tensor:
     """A tensor of this layout, `offset` bytes plus its own offset after the first byte of another's storage.
 
     It has the other's version counter, and is no view of it.

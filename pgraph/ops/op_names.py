@@ -44,10 +44,14 @@ COLLECTIVES: Final = (
 )
 # How cuDNN does them depends on settings that Dynamo compiles nothing anew for.
 OF_CUDNN: Final = _aten(
+    "_batch_norm_no_update",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
     "_convolution",
     "_cudnn_ctc_loss",
     "_cudnn_rnn",
     "_cudnn_rnn_backward",
+    "batch_norm_backward",
     "convolution",
     "convolution_backward",
     "cudnn_batch_norm",
@@ -57,8 +61,7 @@ OF_CUDNN: Final = _aten(
     "cudnn_convolution_relu",
     "cudnn_convolution_transpose",
     "cudnn_grid_sampler",
-    "native_batch_norm",
-    "native_batch_norm_backward",
+    "cudnn_grid_sampler_backward",
 )
 # They count from the start of the storage, wherever the tensor itself begins.
 STORAGE_OFFSETS: Final = _aten("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")

@@ -129,6 +129,7 @@ def _origin(output: OutputSpec) -> Hashable | None:
         output.unread,
         output.same,
         output.view_of,
+        output.detached,
         output.counted,
         output.base is not None,
     )

@@ -89,10 +89,10 @@ class OutputSpec:
     Exactly one of the three holds: `region` (a new tensor, or a view of one), `input` (an input
     returned, or a view of it; `layout` None means the very tensor), `constant` (anything that does
     not depend on the call; `unread` if its value means nothing). `same` is the position of an earlier
-    result that was the very same tensor, `view_of` of one that it shared its version counter with, `apart` if
-    neither was a view of the other or of what that was a view of; `counted` if it shared that of the input.
-    `base` is of a result that others are views of (`view_of`), and that was a view itself: how the tensor was
-    laid out that it was a view of.
+    result that was the very same tensor, `view_of` of one that it shared its version counter with, and
+    `detached` if neither was a view of the other or of what that was a view of; `counted` if it shared that
+    of the input. `base` is of a result that others are views of (`view_of`), and that was a view itself: how
+    the tensor was laid out that it was a view of.
     """
 
     region: int | None = None
@@ -102,7 +102,7 @@ class OutputSpec:
     unread: bool = False
     same: int | None = None
     view_of: int | None = None
-    apart: bool = False
+    detached: bool = False
     counted: bool = False
     base: TensorSpec | None = None
 

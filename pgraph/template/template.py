@@ -131,7 +131,8 @@ def _render_output(out: OutputSpec) -> str:
     if out.same is not None:
         return f"the same tensor as output {out.same}"
     spec = out.layout
-    view = f", a view of output {out.view_of}" if out.view_of is not None else ""
+    how = "detached from" if out.detached else "a view of"
+    view = f", {how} output {out.view_of}" if out.view_of is not None else ""
     if out.base is not None:
         view += f", a view of {list(out.base.size)} strides {list(out.base.stride)}"
     return f"{owner} + {spec.offset}: {spec.dtype} {list(spec.size)} strides {list(spec.stride)}{view}"
