@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from support import host, launching, same
+from support import host, same
 from torch import nn
 
 import pgraph
@@ -16,8 +18,11 @@ def model(kind: str) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), nn.LayerNorm(8))
 
 
-def captures() -> int:
-    return sum(p.captures for p in pgraph.report().partitions)
+def launches(step: Callable[[], None]) -> int:
+    """How many one step has."""
+    before = pgraph.report().launches
+    step()
+    return pgraph.report().launches - before
 
 
 @pytest.mark.parametrize("kind", ["convolution", "product"])
@@ -34,17 +39,12 @@ def test_a_change_of_settings_has_convolutions_captured_anew(
         same(compiled(x), plain(x))
 
     with torch.no_grad():
-        for _ in range(3):
-            step()
-        with launching(1):
-            step()
+        assert [launches(step) for _ in range(3)] == [0, 1, 1]
         monkeypatch.setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
-        with launching(1 if kind == "product" else 0):
-            step()  # as in a program that has just begun
-        step()
-        with launching(1):
-            step()
-    assert captures() == 1, "and what was captured before is gone"
+        # As in a program that has just begun.
+        assert [launches(step) for _ in range(3)] == ([0, 1, 1] if kind == "convolution" else [1, 1, 1])
+    (told,) = pgraph.report().partitions
+    assert told.captures == 1, "what was captured before is gone"
 
 
 def test_backwards_look_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +56,6 @@ def test_backwards_look_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
         same(torch.autograd.grad(compiled(x).sum(), list(plain.parameters())), wanted)
 
-    for _ in range(3):
-        step()
-    with launching(2):
-        step()
+    assert [launches(step) for _ in range(3)] == [0, 2, 2]
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    with launching(0):
-        step()
-    step()
-    with launching(2):
-        step()
+    assert [launches(step) for _ in range(3)] == [0, 2, 2]
