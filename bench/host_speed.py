@@ -45,19 +45,24 @@ class Cores:
 
     Args:
         measure: microseconds of a fixed amount of work, done on the core that it is called on.
+        part, parts: of processes that run side by side each takes cores of its own, if there is one for
+            each of them: the one numbered `part` takes that part of `parts`.
     """
 
-    def __init__(self, measure: Callable[[], float] = loop_us) -> None:
+    def __init__(self, measure: Callable[[], float] = loop_us, part: int = 0, parts: int = 1) -> None:
         self._measure = measure
         self._allowed = (
             frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
         )
+        each = len(self._allowed) // parts
+        mine = sorted(self._allowed)[part * each : (part + 1) * each]
+        self._mine = mine or sorted(self._allowed)
         self._best = float("inf")
 
     def choose(self) -> int | None:
         """Have all threads of this process run on the fastest core now, of `LOOKS` of them; returns it."""
         found = {}
-        for core in random.sample(sorted(self._allowed), min(LOOKS, len(self._allowed))):
+        for core in random.sample(self._mine, min(LOOKS, len(self._mine))):
             _use({core}, threads=(0,))
             found[core] = self._measure()
         if not found:

@@ -23,8 +23,8 @@ class Entry:
         backends: in this order; the first one meets an empty compile cache, if it was empty.
         repeats: rounds of all backends in turn, of which the median run counts; where the host sets the
             pace, runs of the same code differ by 10 % and more.
-        warmup, steps, issue: steps not measured, timed back to back, and timed on the host's clock. On one
-            GPU no step counts during which the host was slow.
+        warmup, steps, issue: steps not measured, timed back to back, and timed on the host's clock. No
+            step counts during which the host of a rank was slow.
         expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
         compare: compare the losses of `steps` steps instead of measuring.
         resume: save a checkpoint in the middle of `steps` steps, go on from it in new processes, and compare

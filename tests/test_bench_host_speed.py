@@ -58,6 +58,16 @@ def test_of_many_cores_a_few_are_looked_at(host_speed: Any, monkeypatch: pytest.
     assert 100.0 + chosen == min(looked)
 
 
+def test_processes_side_by_side_have_cores_of_their_own(
+    host_speed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, {1: 90.0, 2: 80.0, 6: 95.0})
+    halves = [host_speed.Cores(machine.measure, part, 2) for part in range(2)]
+    one_of_nine = host_speed.Cores(machine.measure, 8, 9)
+    assert [cores.choose() for cores in halves] == [2, 6]
+    assert one_of_nine.choose() == 2, "fewer cores than processes: any of them"
+
+
 def test_without_affinity_it_runs_where_it_is_put(host_speed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     took = iter((10.0, 12.0, 8.0, 8.0))

@@ -89,7 +89,20 @@ def test_steps_on_a_slow_host_do_not_count(
     assert (fast.slowdowns, cores.chosen, cores.released) == (slowdowns, chosen, True)
 
 
-def test_one_of_several_ranks_counts_all_steps(worker: Any) -> None:
+def test_the_slowest_rank_decides_what_counts(worker: Any) -> None:
+    cores, others = Cores([1.0, 1.0, 1.05]), iter([1.0, 1.5, 1.1])
+    fast = worker.FastCores(25, cores, lambda own: max(own, next(others)))
+    for step in range(28):
+        fast.look(step)
+    assert fast.counted(range(25)) == [*range(1, 10), *range(21, 25)]
+    assert cores.chosen == 2, "its core was fast; all look anew together"
+
+
+def test_alone_a_rank_is_the_slowest(worker: Any) -> None:
+    assert worker.slowest_rank(1.25) == 1.25
+
+
+def test_where_nothing_is_timed_all_steps_count(worker: Any) -> None:
     fast = worker.FastCores(3, None)
     fast.look(0)
     assert fast.counted([5.0, 6.0, 7.0]) == [5.0, 6.0, 7.0]

@@ -4,8 +4,8 @@ In a folder of its own, because that program's name would hide the package calle
 
 Everything is imported first; then the rank waits for a line on its standard input, the port where the ranks
 meet, so that the next run's ranks can get ready while this run measures. Steps are, in order: `warmup`,
-`timed` back to back, `issue` with the device drained before each. A rank that is alone looks for a fast core
-before and while it is timed (Note [Fast cores] in `host_speed.py`).
+`timed` back to back, `issue` with the device drained before each. Each rank looks for a fast core before and
+while it is timed (Note [Fast cores] in `host_speed.py`); the slowest host of all ranks decides what counts.
 """
 
 from __future__ import annotations
@@ -138,14 +138,17 @@ class FastCores:
 
     Args:
         steps: that are timed.
-        cores: None for a rank that is not alone: it waits for the others, wherever they run.
+        cores: None where nothing is timed.
+        slowest: this rank's slowdown to that of all ranks, which wait for the slowest of them in each step.
 
     Attributes:
-        slowdowns: of the host at the end of each burst, see `Cores.slowdown`.
+        slowdowns: of the slowest rank's host at the end of each burst, see `Cores.slowdown`.
     """
 
-    def __init__(self, steps: int, cores: Cores | None) -> None:
-        self._steps, self._cores = steps, cores
+    def __init__(
+        self, steps: int, cores: Cores | None, slowest: Callable[[float], float] = lambda own: own
+    ) -> None:
+        self._steps, self._cores, self._slowest = steps, cores, slowest
         self.slowdowns: list[float] = []
 
     def look(self, step: int) -> None:
@@ -155,7 +158,7 @@ class FastCores:
         if self._cores is None or step > self._steps or (step % BURST and step < self._steps):
             return
         if step:
-            self.slowdowns.append(self._cores.slowdown())
+            self.slowdowns.append(self._slowest(self._cores.slowdown()))
         if not step or self.slowdowns[-1] > SLOW:
             self._cores.choose()
 
@@ -172,6 +175,15 @@ class FastCores:
         chosen = sorted(by_speed[: max(fast, (len(by_speed) + 1) // 2)])
         counted = [ms for i in chosen for ms in times[i * BURST + 1 : (i + 1) * BURST]]
         return counted or list(times)
+
+
+def slowest_rank(own: float) -> float:
+    """The largest of what all ranks pass; each of them must call this."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return own
+    largest = torch.tensor(own, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest.item()
 
 
 def counters(backend: str, recordings: Recordings | None) -> dict[str, Any]:
@@ -206,7 +218,8 @@ def trainer_class(spec: dict[str, Any], recordings: Recordings | None, inside: I
             self.issue_ms: list[float] = []
             self.compiled_ms: list[float] = []
             self.figures: dict[str, Any] = {}
-            self.fast = FastCores(timed, Cores() if timed and spec["settings"]["ranks"] == 1 else None)
+            cores = Cores(part=int(os.environ["RANK"]), parts=spec["settings"]["ranks"]) if timed else None
+            self.fast = FastCores(timed, cores, slowest_rank)
             super().__init__(config, write)
 
         def batch_generator(self, iterable: Any) -> Iterator[Any]:
