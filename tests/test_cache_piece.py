@@ -26,6 +26,7 @@ class Allocator:
         grows: whether segments are expandable.
         full: whether the device has no memory left.
         taken: sizes that were allocated.
+        free: numbers of those that were given back.
     """
 
     reserved: int = 1000 * MB
@@ -36,6 +37,7 @@ class Allocator:
     full: bool = False
     backend: str = "native"
     taken: list[int] = dataclasses.field(default_factory=list)
+    free: list[int] = dataclasses.field(default_factory=list)
 
     def segments(self) -> list[dict[str, Any]]:
         common = {"device": 0, "is_expandable": self.grows}
@@ -49,11 +51,13 @@ class Allocator:
     def empty_cache(self) -> None:
         self.reserved = self.live
 
-    def empty(self, size: int, dtype: torch.dtype, device: str) -> None:
+    def allocate(self, size: int, device: torch.device, stream: int) -> int:
+        assert (device, stream) == (torch.device("cuda", 0), 7)
         if self.full:
             raise torch.OutOfMemoryError("no memory")
         self.taken.append(size)
         self.reserved += size
+        return len(self.taken)
 
 
 @pytest.fixture
@@ -65,17 +69,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         "empty_cache": made.empty_cache,
         "get_allocator_backend": lambda: made.backend,
         "memory_stats": lambda: {"max_split_size": made.limit},
+        "caching_allocator_alloc": made.allocate,
+        "caching_allocator_delete": made.free.append,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(torch, "empty", made.empty)
     monkeypatch.setattr(snapshot, "segments", made.segments)
     return made
 
 
 def test_what_is_asked_for_is_taken_in_one_piece(allocator: Allocator) -> None:
     assert empty_into_one_piece(380 * MB + 5) == 380 * MB
-    assert allocator.taken == [380 * MB]
+    assert (allocator.taken, allocator.free) == ([380 * MB], [1])
 
 
 def test_no_more_is_taken_than_was_given_back(allocator: Allocator) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from pgraph.drivers.interface import HiddenAllocation
 from pgraph.errors import DriverError
@@ -22,7 +23,9 @@ cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bind
 sessions = pytest.importorskip("pgraph.drivers.cuda.session", reason="needs cuda-bindings")
 allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
+peaks = pytest.importorskip("pgraph.drivers.cuda.peaks", reason="needs cuda-bindings")
 
+GPU = torch.device("cuda", 0)
 SUCCESS, FAILURE = cuda.cu.CUresult.CUDA_SUCCESS, cuda.cu.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
@@ -282,3 +285,69 @@ def test_the_limit_is_what_it_was_after_a_capture(total: int, share: float) -> N
         with cuda_ghost.unlimited(torch.device("cuda", 0)):
             assert allowed[-1] == total
     assert allowed[-1] == allowed[0]
+
+
+class NoOps(TorchFunctionMode):
+    """Nobody may call a function of torch's: a fill would come with deterministic algorithms."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+class Blocks:
+    """The caching allocator's raw blocks.
+
+    Attributes:
+        sizes, given_back: of those that were taken; numbers of those that came back.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, most: int = 99) -> None:
+        self.sizes: list[int] = []
+        self.given_back: list[int] = []
+        self._most = most
+        patch.setattr(torch.cuda, "caching_allocator_alloc", self._allocate)
+        patch.setattr(torch.cuda, "caching_allocator_delete", self.given_back.append)
+        patch.setattr(torch.cuda, "current_stream", lambda device: 7)
+
+    def _allocate(self, nbytes: int, device: torch.device, stream: int) -> int:
+        assert (device, stream) == (GPU, 7)
+        if len(self.sizes) == self._most:
+            raise torch.OutOfMemoryError("no memory")
+        self.sizes.append(nbytes)
+        return len(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sizes"), [(6 << 20, [1 << 20] * 3), (64 << 20, [64 << 20])], ids=["small", "large"]
+)
+def test_no_op_makes_the_ghosts_that_raise_a_peak(
+    nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Note [Blocks that nobody fills]: an illegal access ended the process, some time later."""
+    blocks, order = Blocks(monkeypatch), list[str]()
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        order.append(name)
+        yield
+        order.append(f"{name} left, {len(blocks.given_back)} given back")
+
+    arena = SimpleNamespace(close=lambda: order.append("closed"))
+    monkeypatch.setattr(peaks, "CudaArena", lambda *_: arena)
+    monkeypatch.setattr(peaks, "GhostPools", lambda _: noted("pools"))
+    monkeypatch.setattr(peaks, "unlimited", lambda _: noted("limit"))
+    with NoOps():
+        peaks._allocate_ghosts(GPU, nbytes)
+    assert blocks.sizes == sizes
+    back = f"{len(sizes)} given back"
+    assert order == ["limit", "pools", f"pools left, {back}", f"limit left, {back}", "closed"]
+
+
+def test_blocks_are_given_back_if_there_is_no_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(monkeypatch, most=2)
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        cuda_ghost.snapshot.taken([5, 6, 7], GPU, 7),
+    ):
+        pass
+    assert (blocks.sizes, blocks.given_back) == ([5, 6], [1, 2])

@@ -377,6 +377,35 @@ def test_peaks_are_right_again_after_a_capture(emptied: bool) -> None:
     assert torch.cuda.memory_reserved() <= own[1] + 2 * MB, "to make them right takes no memory"
 
 
+_FILLED = """
+import torch
+from pgraph.drivers.cuda import cache, peaks
+MB, device = 1 << 20, torch.device("cuda", 0)
+torch.use_deterministic_algorithms(True)
+assert torch.utils.deterministic.fill_uninitialized_memory
+lives = torch.ones(MB, device=device)
+for turn in range(20):
+    torch.cuda.reset_peak_memory_stats()
+    gone = torch.empty(4096 * MB, dtype=torch.uint8, device=device)
+    before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    del gone
+    if turn % 2:
+        assert cache.empty_into_one_piece(1024 * MB) == 1024 * MB
+    torch.cuda.empty_cache()
+    assert peaks.restore(device, *before)
+    assert (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) == before
+    torch.cuda.synchronize()
+assert lives.sum().item() == MB
+print("RIGHT")
+"""
+
+
+def test_peaks_come_right_where_new_memory_is_filled() -> None:
+    """Note [Blocks that nobody fills]: the fill ran when the ghosts had no addresses any more."""
+    output = finish(python(_FILLED))
+    assert "RIGHT" in output, output
+
+
 def test_the_report_tells_what_ghosts_add_to_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they cannot be made right: the peaks rise at the capture by what is reported."""
     from pgraph.drivers.cuda import driver

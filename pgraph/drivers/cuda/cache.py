@@ -35,7 +35,7 @@ def empty_into_one_piece(piece: int) -> int:
     Returns:
         Bytes that were taken: fewer where fewer were given back, 0 where it would do harm.
     """
-    mine = torch.cuda.current_stream().cuda_stream
+    device, mine = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
     before = _reserved()
     torch.cuda.empty_cache()
     given_back = before[mine] - _reserved()[mine]
@@ -45,10 +45,10 @@ def empty_into_one_piece(piece: int) -> int:
     if not divides_blocks() or _segments_grow():
         return 0
     try:
-        torch.empty(piece, dtype=torch.uint8, device="cuda")
+        with snapshot.taken([piece], torch.device("cuda", device), mine):
+            return piece
     except torch.OutOfMemoryError:  # others were faster
         return 0
-    return piece
 
 
 def _reserved() -> Counter[int]:

@@ -304,15 +304,12 @@ def _pool() -> tuple[Any, tuple[int, int], bool]:
 
 def _uses_a_pool(device: torch.device) -> bool:
     """Whether what this thread allocates comes from a pool."""
-    address = torch.cuda.caching_allocator_alloc(1, device, torch.cuda.default_stream(device))
-    try:
+    with snapshot.taken([1], device, torch.cuda.default_stream(device)) as (address,):
         return any(
             segment["address"] <= address < segment["address"] + segment["total_size"]
             and tuple(segment["segment_pool_id"]) != (0, 0)
             for segment in snapshot.segments()
         )
-    finally:
-        torch.cuda.caching_allocator_delete(address)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]
     largest = max(segments, key=lambda s: s["total_size"], default=None)
     if largest is not None and largest["total_size"] >= nbytes:
         return largest["address"], None
-    owner = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    owner = torch.UntypedStorage(nbytes, device=torch.device("cuda", device))  # which nobody fills
     return owner.data_ptr(), owner
 
 

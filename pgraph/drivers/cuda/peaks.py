@@ -45,25 +45,21 @@ def restore(device: torch.device, allocated: int, reserved: int) -> bool:
 
 
 def _raise(device: torch.device, plan: Lift) -> None:
-    held: list[int] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for nbytes, stream in plan.blocks:
-            held.append(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
+            stack.enter_context(snapshot.taken([nbytes], device, stream))
         if plan.ghosts:
             _allocate_ghosts(device, plan.ghosts)
-    finally:
-        for address in held:
-            torch.cuda.caching_allocator_delete(address)
 
 
 def _allocate_ghosts(device: torch.device, nbytes: int) -> None:
-    """Allocate and free so many bytes, in segments of just that many."""
+    """Allocate and free so many bytes, in segments of just that many (Note [Blocks that nobody fills])."""
     sizes = [nbytes] if nbytes >= _EXACT_SEGMENT else [_SMALLEST_SEGMENT // 2] * (nbytes // _SMALLEST_SEGMENT)
     arena = CudaArena(device, 0)
     try:
-        with unlimited(device), GhostPools(arena):
-            held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-            held.clear()
+        stream = torch.cuda.current_stream(device)
+        with unlimited(device), GhostPools(arena), snapshot.taken(sizes, device, stream):
+            pass
     finally:
         arena.close()
 

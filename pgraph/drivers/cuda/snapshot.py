@@ -1,4 +1,4 @@
-"""What the caching allocator holds, and its log.
+"""What the caching allocator holds, and its log; blocks of it.
 
 Note [Borrowed references]
 PyTorch's function for both takes a tuple: a pool's id and whether the log is wanted. It gives back references
@@ -10,17 +10,41 @@ first. Where PyTorch is right, that keeps an int alive: some 30 bytes a call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["log", "segments"]
+__all__ = ["log", "segments", "taken"]
 
 
 def segments() -> list[dict[str, Any]]:
     """All segments of all devices with their blocks, as `torch.cuda.memory_snapshot` gives them."""
     return list(_snapshot((0, 0), False)["segments"])
+
+
+@contextlib.contextmanager
+def taken(sizes: Iterable[int], device: torch.device, stream: int | torch.cuda.Stream) -> Iterator[list[int]]:
+    """Blocks of so many bytes, which the allocator has back afterwards; their addresses.
+
+    Note [Blocks that nobody fills]
+    Where deterministic algorithms are asked for, `torch.empty` fills what it returns. That kernel runs later:
+    on ghosts when they have no addresses any more, which ends the process; or on all of a large block, for
+    nothing. So what pgraph takes for itself is asked of the allocator, no op makes it, and no mode sees one.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for one of them.
+    """
+    held: list[int] = []
+    try:
+        for nbytes in sizes:
+            held.append(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
+        yield held
+    finally:
+        for address in held:
+            torch.cuda.caching_allocator_delete(address)
 
 
 def log(device: int, pool: tuple[int, int] | None = None) -> list[dict[str, Any]]:
