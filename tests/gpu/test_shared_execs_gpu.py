@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,7 @@ def test_layers_that_share_code_get_an_exec_each(codegen: str) -> None:
     assert after.rewritten_nodes - rewritten <= 4 * launches, explain()
     execs = [1 + len(recipe._others) for b in built() for recipe in b.recipes]
     assert max(execs) >= 6, explain()
-    assert after.exec_bytes <= 32 << 20
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # what other processes take in that moment counts as well
+        assert after.exec_bytes <= 32 << 20
     for count in range(3):
         torch.testing.assert_close(step(compiled, inputs[count]), want[count], rtol=5e-3, atol=5e-4)
