@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,3 +137,22 @@ def test_another_layout_of_it_has_not_run() -> None:
     economy.ran(1e-3)
     assert glimpses.at([x], economy, 2, 2.0, None) is Glimpse.KNOWN
     assert (glimpses.made([x]), glimpses.runs([x])) == (None, 2)
+
+
+def test_how_many_came_once_and_twice() -> None:
+    """Of sizes that a glance was enough for, and of specializations, launches included."""
+
+    def known(runs: int, launches: int = 0, glimpsed: bool = False) -> Any:
+        standing, use = SimpleNamespace(runs=runs), SimpleNamespace(launches=launches)
+        return SimpleNamespace(standing=standing, use=use, glimpsed=glimpsed)
+
+    glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
+    economy = Economy(lambda: 0, Purse(0.0), ops=250)
+    economy.met(0, 0.0)
+    for call, rows in enumerate((3, 4, 4, 5, 6, 6), 1):
+        glimpses.at([torch.randn(rows, 8)], economy, call, float(call), None)
+        economy.ran(1e-3)
+    glimpses.made([torch.randn(5, 8)])
+    assert glimpses.rare([]) == (1, 2)
+    closer = [known(0, glimpsed=True), known(1), known(1, 1), known(0, 7), known(0)]
+    assert glimpses.rare(closer) == (3, 3)

@@ -65,24 +65,24 @@ class SpecializationCache:
         self._sizes = sizes
         self._stats = stats
         self._known, self._met = dict[Guards, Specialization](), Lookup[Specialization]()  # the same ones
-        self._asked = 0  # how often one was asked for
         self._budgets = budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
         self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
-        self.economy = self._new_economy()
         self._glimpses = Glimpses(sizes, stats.met, self._steps_aside)
+        self.economy = self._new_economy()
         self._holdings = Holdings()
         self.shelf = Shelf()
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
-        self._told = 0  # launches of the partition when one was last told
+        self._asked = self._told = 0  # how often one was asked for; launches when one was last told
         self.captured = Captured()
         self.set_aside = self._gains = self._tries = False
         for budget in self._budgets:
             budget.join(self)
 
     def _new_economy(self) -> Economy:
-        return Economy(lambda: self._stats.launches, OF_THE_PROCESS, self._stats.facts.device_ops)
+        rare = functools.partial(self._glimpses.rare, self._known.values())
+        return Economy(lambda: self._stats.launches, OF_THE_PROCESS, self._stats.facts.device_ops, rare)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last is last."""

@@ -17,9 +17,11 @@ size is captured if both of these hold:
 There is one exception: where all sizes that are to be expected can be captured, or computed, for `START_S`,
 and launches pay for that soon, these seconds may be spent at once. A server of 32 batch sizes is at graph
 speed after some hundred calls, and would be after minutes. How many sizes there are is told by how often new
-ones came of late. Soon is after a thousand launches, and after `_SOON_S` of the program: code that a program
-seldom calls, such as Inductor's for lengths that are multiples of eight, may have few sizes, and saves next
-to nothing of the whole. Training on hundreds of lengths, with 50 ms for each, goes by the rule.
+ones came of late, and by how many came but once or twice (A. Chao's estimate, 1984): where most calls have
+one size, and each of the others another one, hardly a new one comes, and there are hundreds. Soon is after
+a thousand launches, and after `_SOON_S` of the program: code that a program seldom calls, such as Inductor's
+for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Training
+on hundreds of lengths, with 50 ms for each, goes by the rule.
 
 A program that waits does not run, nor one that compiles: of the time between two calls no more counts than is
 usual (`_IDLE`), never more than a second, and nothing between the first ones. Else a server would spend on
@@ -62,11 +64,15 @@ CREDIT: Final = 0.01
 _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
 
+_FIRST_FEW: Final = 3
+"""Recordings computed, before which none tells alone what the next one costs."""
+
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
 
-_SOON_S: Final = 3.0
-"""And seconds of the program, in which they are to do it."""
+_SOON_S: Final = 6.0
+"""And seconds of the program, in which they are to do it. Like `START_S` it is for hosts of half the speed,
+too, where a server gains as much."""
 
 _REPEATED: Final = 3
 """Calls with a size that had come before, from which on it is told how many sizes are to be expected."""
@@ -106,15 +112,23 @@ class Economy:
         launches: tells how many launches of the partition there were.
         purse: which it shares with other partitions.
         ops: on the device, in what is captured.
+        rare: tells how many sizes came once, and how many twice.
 
     Attributes:
         rests_until: until then no capture pays, whatever comes.
         sizes: how many came.
     """
 
-    def __init__(self, launches: Callable[[], int], purse: Purse, ops: int = 0) -> None:
+    def __init__(
+        self,
+        launches: Callable[[], int],
+        purse: Purse,
+        ops: int = 0,
+        rare: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
         self._launches_so_far = launches
         self._purse = purse
+        self._rare = rare
         self._guess = _OP_S * ops
         self._own: deque[float] = deque(maxlen=_SAMPLES)
         self._behind: deque[bool] = deque(maxlen=_SAMPLES)
@@ -254,10 +268,11 @@ class Economy:
 
     def _cost(self, computed: bool) -> float:
         """Seconds of a further capture."""
-        if computed and not self._computed:
-            return _LEARNED * self._cost(False)
-        costs = self._computed if computed else self._costs
-        return statistics.median(costs) if costs else self._guess
+        if not computed:
+            return statistics.median(self._costs) if self._costs else self._guess
+        learned = _LEARNED * self._cost(False)
+        # The first ones set things up, and may take several times as long.
+        return statistics.median([*self._computed, *[learned] * (_FIRST_FEW - len(self._computed))])
 
     def _starts(self, now: float, cost: float, computing: bool) -> bool:
         """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
@@ -266,7 +281,11 @@ class Economy:
         if self._again < _REPEATED or self._latest_few.now > _MANY:
             return False
         known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
-        return known > 0.0 and self._soon(now, max(self._all(self.sizes / known, computing), cost))
+        if known <= 0.0 or not self._soon(now, max(self._all(self.sizes / known, computing), cost)):
+            return False
+        once, twice = self._rare()
+        unseen = once * (once - 1) / (2 * (twice + 1))
+        return self._soon(now, self._all(self.sizes + unseen, computing))
 
     def _soon(self, now: float, further: float) -> bool:
         """Whether so many seconds may be spent at once."""

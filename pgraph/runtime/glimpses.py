@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pgraph.drivers.execs import Computing
 from pgraph.runtime.economy import Economy
 from pgraph.runtime.met import Met
 from pgraph.runtime.sizes import Sizes
+from pgraph.runtime.specialization import Specialization
 
 __all__ = ["Glimpse", "Glimpses"]
 
@@ -97,6 +99,16 @@ class Glimpses:
         """Calls with these sizes that a glance was enough for."""
         known = self._known.get(self._sizes.of(args))
         return known.runs if known is not None else 0
+
+    def rare(self, closer: Iterable[Specialization]) -> tuple[int, int]:
+        """How many sizes came once, and how many twice.
+
+        Args:
+            closer: those that were looked at more closely.
+        """
+        came = Counter(s.standing.runs + s.use.launches + s.glimpsed for s in closer)
+        came.update(size.runs for size in self._known.values() if not size.made)
+        return came[1], came[2]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -8,7 +8,7 @@ from pgraph.runtime.members import Members
 
 __all__ = ["OF_THE_PROCESS", "START_S", "Purse"]
 
-START_S: Final = 1.5
+START_S: Final = 3.0
 """Seconds that captures may cost, once, where that is enough for all sizes that are to be expected. It is
 little beside the compilation that came before."""
 
