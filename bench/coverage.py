@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import multiprocessing
@@ -165,12 +166,20 @@ def has(entry: zoo.Entry, kind: str) -> bool:
     return entry.counted if kind == "count" else entry.timed
 
 
-def work(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
-    """What a child does."""
+def threads_of(jobs: int, side_by_side: int, cores: int) -> int:
+    """With how many a child may compile: the other cores have children of their own, if there are so many."""
+    return max(1, cores // max(min(jobs, side_by_side), 1))
+
+
+def work(job: Job, alone: Callable[[], None], threads: int = 1) -> dict[str, Any]:
+    """What a child does.
+
+    Args:
+        threads: with which it compiles.
+    """
     torch.set_num_threads(1)
     if importlib.util.find_spec("torch._inductor.config"):
-        # One thread each: the other cores have children of their own.
-        importlib.import_module("torch._inductor.config").compile_threads = 1
+        importlib.import_module("torch._inductor.config").compile_threads = threads
     if job.kind == "check":
         return check(job)
     return {"time": measure, "count": count, "memory": measure_memory}[job.kind](job, alone)
@@ -182,7 +191,7 @@ def prepare(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: forked children could not use the GPU; it says why.
     """
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # here: what forked children find must have no threads
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would make children unable to
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -242,8 +251,9 @@ def main(argv: Sequence[str] | None = None, suite: Suite = COVERAGE) -> Path:
     rows = Rows(schema.result_path(suite.bench, header["gpu"], args.out), header, args.as_good)
     jobs = [job for job in jobs_of(args) if not (args.resume and rows.done(job))]
     memory = DeviceMemory() if args.device == "cuda" else None
+    threads = threads_of(len(jobs), args.jobs, os.cpu_count() or 1) if args.device == "cuda" else 1
     pool = Pool(
-        work=work,
+        work=functools.partial(work, threads=threads),
         size=args.jobs,
         timeout=args.timeout,
         deadline=None if args.deadline is None else began + args.deadline,

@@ -19,6 +19,7 @@ backend, each in a process of its own:
   `DynamicCache`, prompts of random lengths; `ms_per_step` of a token, `first_ms` of the first one.
 * ``memory``: what 64 captured sizes take, and one (`_one`).
 
+On a GPU sequences run on a core that is fast (`host_speed.py`), but for ``generate-*``.
 Compilation is excluded (`compile_s`), and whatever is compiled anew within the timed sequence is not:
 `recompiles` says whether there was any. Some calls of each sequence are compared with Inductor's
 (``sizes_place.py`` says how); a wrong number makes a row of an error. Results go to

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import worker
 from backends import reset_compiled
+from host_speed import SLOW, Cores
 from llama import Llama
 from sizes_place import Figures, Place
 from torch import Tensor
@@ -136,7 +137,8 @@ def run(
     after: Callable[[int], None] = lambda at: None,
     waits: bool = False,
 ) -> Run:
-    """Time `step(0)` to `step(count - 1)`.
+    """Time `step(0)` to `step(count - 1)`; on a GPU's host on a core that is fast when it begins and at each
+    mark (Note [Fast cores] in `host_speed.py`).
 
     Args:
         mark: steps between two totals; the last step is one in any case.
@@ -148,6 +150,9 @@ def run(
     stops = sorted({*marks, *(at for n in checks for at in (n, n + 1) if at <= count)})
     parts: list[tuple[int, float]] = []
     totals, total, at = [], 0.0, 0
+    cores = Cores() if place.on_gpu else None  # a CPU's kernels want all cores
+    if cores is not None:
+        cores.choose()
     while at < count:
         end = at + 1 if waits else next(stop for stop in stops if stop > at)
         looked_at = at in checks
@@ -161,6 +166,10 @@ def run(
         at = end
         if at in marks:
             totals.append(total)
+            if cores is not None and cores.slowdown() > SLOW:
+                cores.choose()
+    if cores is not None:
+        cores.release()
     return Run(parts, marks, totals)
 
 

@@ -468,3 +468,12 @@ def test_a_missing_package_leaves_its_models_out(
     program.prepare(args)
     assert [entry.name for entry in args.entries] == ["own/mlp"]
     assert "timm is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("jobs", "side_by_side", "threads"), [(3, 16, 5), (40, 16, 1), (4, 1, 16), (0, 16, 16), (20, 20, 1)]
+)
+def test_few_processes_compile_with_many_threads(
+    load: Any, jobs: int, side_by_side: int, threads: int
+) -> None:
+    assert load("coverage").threads_of(jobs, side_by_side, cores=16) == threads

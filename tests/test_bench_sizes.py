@@ -185,7 +185,7 @@ def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
         said.append("drained")
         return float(len(said) - 1 - began)
 
-    here: Any = types.SimpleNamespace(ms=ms)
+    here: Any = types.SimpleNamespace(ms=ms, on_gpu=False)
     looks = {"before": lambda at: said.append(f"before {at}"), "after": lambda at: said.append(f"after {at}")}
     timed = runs.run(here, 7, said.append, mark=3, checked={1, 6}, **looks)
     assert said == [
@@ -198,6 +198,33 @@ def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
     said.clear()
     assert [count for count, _ in runs.run(here, 3, said.append, mark=2, waits=True).parts] == [1, 1, 1]
     assert said == [0, "drained", 1, "drained", 2, "drained"]
+
+
+def test_a_gpus_host_runs_it_on_a_fast_core(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is looked for at a mark if the host has become slow, while no time is taken."""
+    runs, said = load("sizes_run"), []
+
+    class Cores:
+        slowdowns = iter([1.0, 1.5, 1.1])
+
+        def choose(self) -> None:
+            said.append("chosen")
+
+        def slowdown(self) -> float:
+            return next(self.slowdowns)
+
+        def release(self) -> None:
+            said.append("released")
+
+    def ms(call: Callable[[], Any]) -> float:
+        began = len(said)
+        call()
+        return float(len(said) - began)
+
+    monkeypatch.setattr(runs, "Cores", Cores)
+    timed = runs.run(types.SimpleNamespace(ms=ms, on_gpu=True), 7, said.append, mark=3)
+    assert said == ["chosen", 0, 1, 2, 3, 4, 5, "chosen", 6, "released"]
+    assert timed.totals_ms == [3, 6, 7]
 
 
 def test_sequences_are_the_same_everywhere(load: Any) -> None:
