@@ -209,6 +209,12 @@ _OF_GRAPHS: Final = (
         "options={'driver': 'host'}",
     ),
     ReasonCode(
+        "other-allocator",
+        "Memory of the device comes from another allocator than PyTorch's own, or is not cached: what ops "
+        "allocate during a capture cannot be told.",
+        "use PyTorch's own allocator with its cache, as it is by default",
+    ),
+    ReasonCode(
         "too-small",
         "The ops between two that stay outside are too few to pay for a launch.",
         "capture more around them, or lower min_ops",

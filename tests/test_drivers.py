@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import same
+from torch._subclasses import FakeTensorMode
 
 import pgraph
 from pgraph.capture.patches import patched
@@ -93,6 +94,39 @@ def test_the_device_that_is_not_captured_is_named() -> None:
         assert "on the device meta" in reason.sentence
         assert "host" not in reason.fix
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("backend", "environment", "said"),
+    [
+        ("cudaMallocAsync", {}, "leave backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"),
+        ("pluggable", {}, "leave torch.cuda.memory.change_current_allocator out"),
+        ("native", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}, "unset PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    ],
+)
+def test_nothing_is_captured_with_another_allocator(
+    backend: str, environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op would be refused by itself, after a capture that was lost."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(2, device="cuda:0")
+    graph.output(x)
+    gm = torch.fx.GraphModule({}, graph)
+    monkeypatch.setattr(choice, "_get", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    assert str(choice.choose("auto", gm)) == "cuda:0"
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for wanted in ("auto", "cuda"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert choice.choose(wanted, gm) is None
+        reason = choice.why_none(wanted, gm)
+        assert (reason.code, reason.fix.startswith(said)) == ("other-allocator", True), reason
+    assert choice.why_none("host", gm).code == "no-device"
 
 
 def test_the_host_arena_ends() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import pgraph
 from pgraph.capture import build
 from pgraph.capture.record import record
+from pgraph.drivers import choice
 from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.interface import HiddenAllocation
@@ -99,6 +100,13 @@ def recompile_limit(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
 
 def no_device(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     torch.compile(torch.sin, backend="pgraph", options={"driver": "auto", "codegen": "aten"})(torch.ones(4))
+    return [reason for _, reasons in pgraph.report().outside for reason in reasons]
+
+
+def other_allocator(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
+    patch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    patch.setattr(choice, "_device_of", lambda gm: torch.device("cuda", 0))
+    torch.compile(torch.sin, backend="pgraph", options={"codegen": "aten"})(torch.ones(4))
     return [reason for _, reasons in pgraph.report().outside for reason in reasons]
 
 
@@ -229,6 +237,7 @@ MADE: dict[str, Produce] = {
     "graph-break": graph_break,
     "recompile-limit": recompile_limit,
     "no-device": no_device,
+    "other-allocator": other_allocator,
     "capture-failed": refused(torch.sin, HostFaults(refused=frozenset({"sin"}))),
     "capture-lost": refused(torch.sin, HostFaults(fail_at="op", fail_as="lost")),
     "not-permitted": refused(torch.nonzero),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
@@ -18,6 +20,8 @@ from pgraph.reasons import Reason
 __all__ = ["Preview", "choose", "ghost_peaks", "previewing", "why_none"]
 
 log = logging.getLogger(__name__)
+
+_UNCACHED: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # PyTorch asks whether it is set, not what it says
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -64,7 +68,7 @@ def choose(wanted: str, gm: torch.fx.GraphModule) -> Driver | None:
     if wanted == "host":
         return _get(torch.device("cpu")) if device is None or device.type == "cpu" else None
     if device is not None and device.type == "cuda":
-        return _get(device)
+        return _get(device) if _other_allocator() is None else None
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DriverError(
             "option driver='cuda' but torch.cuda.is_available() is False; use driver='host' to try pgraph on "
@@ -83,6 +87,8 @@ def why_none(wanted: str, gm: torch.fx.GraphModule) -> Reason:
     device = _device_of(gm) or torch.device("cpu")
     if device.type == "cpu":
         return Reason("no-device", "the graph's tensors are on the CPU, where there is nothing to capture")
+    if device.type == "cuda" and wanted != "host" and (reason := _other_allocator()) is not None:
+        return reason
     if device.type == "cuda":
         sentence = (
             f"the graph's tensors are on {device}, and option driver={wanted!r} captures the CPU's only"
@@ -90,6 +96,21 @@ def why_none(wanted: str, gm: torch.fx.GraphModule) -> Reason:
         return Reason("no-device", sentence, "leave the option driver out, or have it be 'cuda'")
     sentence = f"the graph's tensors are on the device {device}, which pgraph does not capture"
     return Reason("no-device", sentence, "move the model and its inputs to CUDA")
+
+
+def _other_allocator() -> Reason | None:
+    """Why no graph on a CUDA device is captured: ghosts take PyTorch's own allocator, and its pools."""
+    name = torch.cuda.get_allocator_backend()
+    if name == "cudaMallocAsync":
+        fix = "leave backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
+    elif name != "native":
+        fix = "leave torch.cuda.memory.change_current_allocator out"
+    elif _UNCACHED in os.environ:
+        name, fix = f"CUDA, each time anew ({_UNCACHED})", f"unset {_UNCACHED}, whatever its value"
+    else:
+        return None
+    sentence = f"memory comes from {name}, so that a capture cannot tell what ops allocate"
+    return Reason("other-allocator", sentence, fix)
 
 
 def _device_of(gm: torch.fx.GraphModule) -> torch.device | None:
