@@ -1,0 +1,102 @@
+"""Processes that are set up otherwise: each trains a small net beside Inductor, and has its bits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from gpu_helpers import finish, python
+
+pytestmark = pytest.mark.gpu
+
+_TRAINING = """
+import os, sys, torch
+import gpu_helpers as h
+from torch import nn
+
+exec(sys.argv[1])  # the state of the process
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.inner, self.outer = nn.Linear(8 * 16, 64), nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.outer(nn.functional.gelu(self.inner(x)).cumsum(1))
+
+
+torch.backends.cudnn.deterministic = True
+torch.manual_seed(0)
+nets = [Net().to(h.DEVICE) for _ in range(2)]
+nets[1].load_state_dict(nets[0].state_dict())
+runs = [torch.compile(nets[0], dynamic=False), h.compile_pgraph(nets[1])]
+optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+inputs = [h.randn(4, 3, 4, 4) for _ in range(3)]
+held, losses = [], [[], []]
+for step in range(12):
+    for run, optimizer, mine in zip(runs, optimizers, losses, strict=True):
+        held = [torch.full((4096,), float("nan"), device=h.DEVICE) for _ in range(step % 4)]  # memory moves
+        x = inputs[step % 3].clone()
+        if step == 10:
+            torch.cuda.empty_cache()
+        loss = run(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mine.append(loss.detach())
+theirs, mine = (torch.stack(found) for found in losses)
+states = [list(net.state_dict().values()) for net in nets]
+if not theirs.isfinite().all():  # no assertions: there are none in optimised Python
+    raise SystemExit(f"{theirs} is not finite")
+if not all(h.same_bits(a, b) for a, b in zip([theirs, *states[0]], [mine, *states[1]], strict=True)):
+    raise SystemExit(f"{theirs} and {mine}, or the weights{h.explain()}")
+report = h.report()
+print("LAUNCHES", report.launches, "CODES", sorted(h.outside_codes()), "REFUSED", report.refused)
+print(h.explain())
+print("RIGHT")
+"""
+
+_DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
+_STATES = {
+    "blocking": ("", {"CUDA_LAUNCH_BLOCKING": "1"}),
+    "eager loading": ("", {"CUDA_MODULE_LOADING": "EAGER"}),
+    "one connection": ("", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "no TF32": ("", {"NVIDIA_TF32_OVERRIDE": "0"}),
+    "deterministic": (_DETERMINISTIC, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+    "deterministic, small workspace": (_DETERMINISTIC, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}),
+    "no workspace of cuBLASLt's own": ("", {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}),
+    "blocks not divided": ("", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}),
+    "rounded sizes": ("", {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"}),
+    "collected": ("", {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.6"}),
+    "expandable": ("", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    "a default device": ("torch.set_default_device('cuda')", {}),
+    "another default dtype": ("torch.set_default_dtype(torch.bfloat16)", {}),
+    "anomalies": ("torch.autograd.set_detect_anomaly(True)", {}),
+    "optimised Python": ("", {"PYTHONOPTIMIZE": "1"}),
+    "without helpers": ("", {"PGRAPH_NATIVE": "0"}),
+}
+
+
+@pytest.mark.parametrize("state", _STATES)
+def test_training_is_inductors_and_captured(state: str) -> None:
+    code, environment = _STATES[state]
+    output = finish(python(_TRAINING, code, **environment))
+    assert "RIGHT" in output, output
+    assert "REFUSED 0" in output, output
+    launches = re.search(r"LAUNCHES (\d+)", output)
+    assert launches is not None
+    assert int(launches[1]) >= 20, output  # forward and backward, from the second or third step on
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}],
+    ids=["cudaMallocAsync", "no cache"],
+)
+def test_with_another_allocator_nothing_is_captured(environment: dict[str, str]) -> None:
+    output = finish(python(_TRAINING, "", **environment))
+    assert "RIGHT" in output, output
+    assert "LAUNCHES 0 CODES ['other-allocator']" in output, output
