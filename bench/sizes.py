@@ -16,7 +16,8 @@ backend, each in a process of its own:
 * ``turns``: inference, 16 lengths in turn. Beside the backends: ``replay``, a `torch.cuda.CUDAGraph` for each
   length, its input copied in; ``pgraph-static``, pgraph with ``dynamic=False`` for each length.
 * ``generate-static``, ``generate-dynamic``: transformers' `generate()` with a static cache and with a
-  `DynamicCache`, prompts of random lengths; `ms_per_step` of a token, `first_ms` of the first one.
+  `DynamicCache`, prompts of random lengths; `ms_per_step` of a token, `first_ms` of the first one. With the
+  latter pgraph has captured nearly all lengths before.
 * ``memory``: what 64 captured sizes take, and one (`_one`).
 
 On a GPU sequences run on a core that is fast (`host_speed.py`), but for ``generate-*``.

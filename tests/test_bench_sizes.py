@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import pgraph
+
 TINY = {"size": "tiny", "device": "cpu", "driver": "host", "codegen": "aten"}
 
 
@@ -134,6 +136,28 @@ def test_generated_text(config: str, captures: int, load: Any) -> None:
     assert 0 < found["first_ms"] < found["total_ms"]
     assert found["captures"] == captures, "one decoding step, or one for each length that the cache had"
     assert (found["compared"], found["max_diff"]) == (15, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "launched", "asked"),
+    [("pgraph", [0, 2, 3, 4], 4), ("pgraph", [0] * 99, 9), ("inductor", [], 0)],
+)
+def test_generating_is_timed_when_captures_have_settled(
+    backend: str, launched: list[int], asked: int, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or after its time."""
+    program, clock, said = load("sizes_generate"), [0.0], list[int]()
+    monkeypatch.setattr(program, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pgraph, "report", lambda: types.SimpleNamespace(launches=sum(launched[: len(said)])))
+    size = types.SimpleNamespace(prompts=(3, 6), new=5)
+
+    def ask(length: int) -> None:
+        clock[0] += program.SETTLE_S / 8.5
+        said.append(length)
+
+    program.settle(types.SimpleNamespace(spec=types.SimpleNamespace(backend=backend, seed=0), size=size), ask)
+    assert len(said) == asked
+    assert set(said) <= {3, 4, 5, 6}
 
 
 # Right or wrong
