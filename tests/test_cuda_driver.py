@@ -351,3 +351,17 @@ def test_blocks_are_given_back_if_there_is_no_memory_for_all(monkeypatch: pytest
     ):
         pass
     assert (blocks.sizes, blocks.given_back) == ([5, 6], [1, 2])
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_forked_process_frees_nothing_of_its_parents(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its garbage collector may drop what the parent's would: the driver answers with errors there."""
+    freed: list[str] = []
+    monkeypatch.setattr(cuda.cu, "cuGraphExecDestroy", lambda exec: freed.append(exec) or (SUCCESS,))
+    monkeypatch.setattr(cuda.cu, "cuGraphDestroy", lambda graph: freed.append(graph) or (SUCCESS,))
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: forked)
+    exec = object.__new__(cuda.CudaExec)
+    exec._exec = "exec"
+    graph = cuda.CudaGraph("graph", ())
+    del exec, graph
+    assert freed == ([] if forked else ["exec", "graph"])

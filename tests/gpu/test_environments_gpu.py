@@ -100,3 +100,34 @@ def test_with_another_allocator_nothing_is_captured(environment: dict[str, str])
     output = finish(python(_TRAINING, "", **environment))
     assert "RIGHT" in output, output
     assert "LAUNCHES 0 CODES ['other-allocator']" in output, output
+
+
+_FORKED = """
+import gc, os, torch
+import gpu_helpers as h
+from torch.utils.data import DataLoader, TensorDataset
+
+run, x = h.compile_pgraph(lambda x: (x * 2).cumsum(0).sin()), h.randn(16, 16)
+for _ in range(4):
+    want = run(x)
+child = os.fork()
+if not child:
+    del run
+    torch._dynamo.reset()
+    h.registry.forget()
+    gc.collect()  # execs and graphs go, which are the parent's
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for batch in DataLoader(TensorDataset(torch.ones(8, 16, 16)), num_workers=2):
+    run(batch[0][0].to(h.DEVICE))
+assert h.same_bits(run(x), want)
+h.assert_launched(4)
+print("RIGHT")
+"""
+
+
+def test_forked_processes_leave_it_alone() -> None:
+    """Such as a DataLoader's: what they drop is not theirs, and the driver would answer with errors."""
+    output = finish(python(_FORKED))
+    assert "RIGHT" in output, output
+    assert "Exception ignored" not in output, output

@@ -6,7 +6,6 @@ import array
 import ctypes
 import functools
 import itertools
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from pgraph.drivers.cuda.graph import CudaGraph, rebound_copies
+from pgraph.drivers.cuda.graph import CudaGraph, not_ours, rebound_copies
 from pgraph.drivers.cuda.nodes import check, succeeded
 from pgraph.drivers.execs import Exec
 from pgraph.native import libraries
@@ -203,7 +202,5 @@ class CudaExec(Exec):
         succeeded(_calls()[0][3](self.state.exec, stream))
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
-            return  # the driver frees everything itself, and may be gone already
-        if getattr(self, "_exec", None) is not None:
+        if getattr(self, "_exec", None) is not None and not not_ours():
             check(cu.cuGraphExecDestroy(self._exec))

@@ -17,7 +17,7 @@ from pgraph.errors import CaptureError
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["CudaGraph", "anchored", "ordinary_range", "rebound_copies"]
+__all__ = ["CudaGraph", "anchored", "not_ours", "ordinary_range", "rebound_copies"]
 
 _COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
 
@@ -47,6 +47,13 @@ def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]
         return largest["address"], None
     owner = torch.UntypedStorage(nbytes, device=torch.device("cuda", device))  # which nobody fills
     return owner.data_ptr(), owner
+
+
+def not_ours() -> bool:
+    """Whether what is dropped is not to be freed: at the exit of the process, when the driver frees all by
+    itself, and may be gone already; and in a forked process (a DataLoader's), where it is the parent's.
+    """
+    return sys.is_finalizing() or torch.cuda._is_in_bad_fork()
 
 
 @functools.cache
@@ -132,7 +139,7 @@ class CudaGraph:
         self.nodes = self.nodes[first:last]
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if not not_ours():
             check(cu.cuGraphDestroy(self.graph))
 
 
