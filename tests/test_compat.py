@@ -353,6 +353,26 @@ def test_the_handle_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> No
         assert compat.current_raw_stream(2) == 72
 
 
+def test_whether_the_allocator_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.13 tells it of a GPU, also where the program has switched it off; before it is a variable alone."""
+    monkeypatch.delenv(compat.UNCACHED, raising=False)
+    assert compat.caches_memory()
+    name = "_cuda_cudaCachingAllocator_is_enabled"
+    if torch.cuda.is_available() and hasattr(torch._C, name):
+        torch.zeros(1, device="cuda")
+        torch.cuda.caching_allocator_enable(False)
+        off = compat.caches_memory()
+        torch.cuda.caching_allocator_enable(True)
+        assert (off, compat.caches_memory()) == (False, True)
+    else:
+        monkeypatch.setattr(torch._C, name, lambda: False, raising=False)
+        assert not compat.caches_memory()
+        monkeypatch.setattr(torch._C, name, lambda: True, raising=False)
+        assert compat.caches_memory()
+    monkeypatch.setenv(compat.UNCACHED, "0")
+    assert not compat.caches_memory()
+
+
 # --- the dispatcher
 
 

@@ -33,7 +33,7 @@ from pgraph.compat.aot import (
     tokens,
     tracing,
 )
-from pgraph.compat.cuda import current_raw_stream
+from pgraph.compat.cuda import UNCACHED, caches_memory, current_raw_stream
 from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
     compilation,
@@ -94,6 +94,7 @@ from pgraph.compat.triton import Launcher, is_triton_kernel, launcher_of
 from pgraph.compat.versions import untested
 
 __all__ = [
+    "UNCACHED",
     "WRAPPED_MUTATIONS",
     "Compilation",
     "Joint",
@@ -106,6 +107,7 @@ __all__ = [
     "base_of",
     "boxed",
     "boxed_module",
+    "caches_memory",
     "compilation",
     "compile_graph",
     "compile_model",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 
+from pgraph import compat
 from pgraph.drivers.interface import Driver
 from pgraph.drivers.peak_stats import GhostPeaks
 from pgraph.errors import DriverError
@@ -20,8 +19,6 @@ from pgraph.reasons import Reason
 __all__ = ["Preview", "choose", "ghost_peaks", "previewing", "why_none"]
 
 log = logging.getLogger(__name__)
-
-_UNCACHED: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # PyTorch asks whether it is set, not what it says
 
 _drivers: dict[torch.device, Driver] = {}
 _lock = threading.Lock()
@@ -105,8 +102,9 @@ def _other_allocator() -> Reason | None:
         fix = "leave backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
     elif name != "native":
         fix = "leave torch.cuda.memory.change_current_allocator out"
-    elif _UNCACHED in os.environ:
-        name, fix = f"CUDA, each time anew ({_UNCACHED})", f"unset {_UNCACHED}, whatever its value"
+    elif not compat.caches_memory():
+        name = "CUDA, each time anew"
+        fix = f"unset {compat.UNCACHED}, whatever its value, or call torch.cuda.caching_allocator_enable()"
     else:
         return None
     sentence = f"memory comes from {name}, so that a capture cannot tell what ops allocate"
