@@ -5,11 +5,12 @@ Not a program: `sizes_worker.py` imports it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +127,27 @@ class Run:
         }
 
 
+@contextlib.contextmanager
+def fast_core(place: Place) -> Iterator[Callable[[], None]]:
+    """On a GPU's host, have the process run on the core that is fastest now (Note [Fast cores] in
+    `host_speed.py`); what it gives looks for another one if that has become slow. A CPU's kernels want all.
+    """
+    if not place.on_gpu:
+        yield lambda: None
+        return
+    cores = Cores()
+    cores.choose()
+
+    def look() -> None:
+        if cores.slowdown() > SLOW:
+            cores.choose()
+
+    try:
+        yield look
+    finally:
+        cores.release()
+
+
 def run(
     place: Place,
     count: int,
@@ -136,40 +158,36 @@ def run(
     before: Callable[[int], None] = lambda at: None,
     after: Callable[[int], None] = lambda at: None,
     waits: bool = False,
+    look: Callable[[], None] | None = None,
 ) -> Run:
-    """Time `step(0)` to `step(count - 1)`; on a GPU's host on a core that is fast when it begins and at each
-    mark (Note [Fast cores] in `host_speed.py`).
+    """Time `step(0)` to `step(count - 1)`, on a core that is fast when it begins and at each mark.
 
     Args:
         mark: steps between two totals; the last step is one in any case.
         checked: steps around which `before` and `after` are called, the clock stopped.
         waits: whether each step begins when the device is through with the last one.
+        look: of `fast_core`, where this is one of several runs.
     """
     checks = set(checked)
     marks = [*range(mark, count, mark), count]
     stops = sorted({*marks, *(at for n in checks for at in (n, n + 1) if at <= count)})
     parts: list[tuple[int, float]] = []
     totals, total, at = [], 0.0, 0
-    cores = Cores() if place.on_gpu else None  # a CPU's kernels want all cores
-    if cores is not None:
-        cores.choose()
-    while at < count:
-        end = at + 1 if waits else next(stop for stop in stops if stop > at)
-        looked_at = at in checks
-        if looked_at:
-            before(at)
-        ms = place.ms(lambda numbers=range(at, end): [step(number) for number in numbers] and None)
-        parts.append((end - at, ms))
-        total += ms
-        if looked_at:
-            after(at)
-        at = end
-        if at in marks:
-            totals.append(total)
-            if cores is not None and cores.slowdown() > SLOW:
-                cores.choose()
-    if cores is not None:
-        cores.release()
+    with fast_core(place) if look is None else contextlib.nullcontext(look) as look_again:
+        while at < count:
+            end = at + 1 if waits else next(stop for stop in stops if stop > at)
+            looked_at = at in checks
+            if looked_at:
+                before(at)
+            ms = place.ms(lambda numbers=range(at, end): [step(number) for number in numbers] and None)
+            parts.append((end - at, ms))
+            total += ms
+            if looked_at:
+                after(at)
+            at = end
+            if at in marks:
+                totals.append(total)
+                look_again()
     return Run(parts, marks, totals)
 
 

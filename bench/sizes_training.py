@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from backends import reset_compiled
 from sizes_place import Figures, Place, Size, on_host
-from sizes_run import Run, Tokens, apart, compiled, draw, llama, result, run, some, spaced
+from sizes_run import Run, Tokens, apart, compiled, draw, fast_core, llama, result, run, some, spaced
 from torch import Tensor
 
 PIECE = 10  # steps of each backend in turn, where two run beside one another
@@ -181,24 +181,26 @@ def lengths_beside(place: Place) -> Figures:
     clock = OwnTime()
     if place.spec.backend == "pgraph":
         clock.tells()
-    for turn, at in enumerate(range(0, count, PIECE)):
-        end = min(at + PIECE, count)
-        for each in both if turn % 2 else both[::-1]:
-            began = time.perf_counter()
-            timed = run(
-                place,
-                end - at,
-                lambda number, each=each, at=at: each.step(at + number),
-                mark=PIECE,
-                checked=[number - at for number in checked if at <= number < end and each is mine],
-                before=lambda number, at=at: mine.before(at + number),
-                after=lambda number, at=at: mine.after(at + number),
-            )
-            totals[each].append(totals[each][-1] + timed.totals_ms[-1])
-            if each is mine:
-                parts += timed.parts
-            else:
-                clock.others += time.perf_counter() - began
+    with fast_core(place) as look:
+        for turn, at in enumerate(range(0, count, PIECE)):
+            end = min(at + PIECE, count)
+            for each in both if turn % 2 else both[::-1]:
+                began = time.perf_counter()
+                timed = run(
+                    place,
+                    end - at,
+                    lambda number, each=each, at=at: each.step(at + number),
+                    mark=PIECE,
+                    checked=[number - at for number in checked if at <= number < end and each is mine],
+                    before=lambda number, at=at: mine.before(at + number),
+                    after=lambda number, at=at: mine.after(at + number),
+                    look=look,
+                )
+                totals[each].append(totals[each][-1] + timed.totals_ms[-1])
+                if each is mine:
+                    parts += timed.parts
+                else:
+                    clock.others += time.perf_counter() - began
     at_marks = {each: [sums[-(-end // PIECE)] for end in marks] for each, sums in totals.items()}
     found = result(place, Run(parts, marks, at_marks[mine]), 0, warm) | {"beside_ms": at_marks[theirs]}
     mine.compare()
