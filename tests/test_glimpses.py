@@ -142,9 +142,8 @@ def test_another_layout_of_it_has_not_run() -> None:
 def test_how_many_came_once_and_twice() -> None:
     """Of sizes that a glance was enough for, and of specializations, launches included."""
 
-    def known(runs: int, launches: int = 0, glimpsed: bool = False) -> Any:
-        standing, use = SimpleNamespace(runs=runs), SimpleNamespace(launches=launches)
-        return SimpleNamespace(standing=standing, use=use, glimpsed=glimpsed)
+    def known(runs: int, launches: int = 0) -> Any:
+        return SimpleNamespace(standing=SimpleNamespace(runs=runs), use=SimpleNamespace(launches=launches))
 
     glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
     economy = Economy(lambda: 0, Purse(0.0), ops=250)
@@ -154,5 +153,19 @@ def test_how_many_came_once_and_twice() -> None:
         economy.ran(1e-3)
     glimpses.made([torch.randn(5, 8)])
     assert glimpses.rare([]) == (1, 2)
-    closer = [known(0, glimpsed=True), known(1), known(1, 1), known(0, 7), known(0)]
-    assert glimpses.rare(closer) == (3, 3)
+    closer = [known(1), known(1, 1), known(2), known(0, 7), known(0)]
+    assert glimpses.rare(closer) == (2, 4)
+
+
+def test_the_economy_is_told_how_many_came_once_and_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it the economy tells how many sizes there are; also of a partition that begins anew."""
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    for size in (5, 5, 6, 6, 7):
+        varying.call(size)
+    (runner,) = registry.live_capturable()
+    assert runner._cache.economy._rare() == (1, 2), "7; 5 and 6. The size that is launched came more often"
+    runner.reset()
+    assert runner._cache.economy._rare() == (0, 0)
+    varying.call(9)
+    assert runner._cache.economy._rare() == (1, 0)

@@ -104,9 +104,9 @@ class Glimpses:
         """How many sizes came once, and how many twice.
 
         Args:
-            closer: those that were looked at more closely.
+            closer: those that were looked at more closely; of the glimpses before that one counts as a run.
         """
-        came = Counter(s.standing.runs + s.use.launches + s.glimpsed for s in closer)
+        came = Counter(s.standing.runs + s.use.launches for s in closer)
         came.update(size.runs for size in self._known.values() if not size.made)
         return came[1], came[2]
 

@@ -32,7 +32,7 @@ def taken(sizes: Iterable[int], device: torch.device, stream: int | torch.cuda.S
     Note [Blocks that nobody fills]
     Where deterministic algorithms are asked for, `torch.empty` fills what it returns. That kernel runs later:
     on ghosts when they have no addresses any more, which ends the process; or on all of a large block, for
-    nothing. So what pgraph takes for itself is asked of the allocator, no op makes it, and no mode sees one.
+    nothing. So what pgraph takes for itself is asked of the allocator: no op makes it, and no mode sees one.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for one of them.
