@@ -36,11 +36,16 @@ class Burst:
     strain: dict[str, float]
     slowdown: float
 
+    @property
+    def counts(self) -> bool:
+        """Whether the host was fast, or had so much time that it made no difference."""
+        return self.slowdown <= SLOW or 2 * self.issue < statistics.median(self.times)
+
 
 def bursts(
     step: Callable[[], Any], device: Device, steps: int, count: int, cores: Cores, round_of: int = 1
 ) -> list[Burst]:
-    """Bursts of so many steps, until there are `count` in which the host was fast.
+    """Bursts of so many steps, until there are `count` in which the host was fast, or waited for the device.
 
     Args:
         round_of: steps after which the sizes of inputs come again. `steps` must be a multiple of it: bursts
@@ -48,16 +53,16 @@ def bursts(
     """
     if steps % round_of:
         raise ValueError(f"a burst of {steps} steps holds no whole number of rounds of {round_of}")
-    taken, fast = list[Burst](), 0
-    while fast < count and len(taken) < MOST * count:
-        if not taken or taken[-1].slowdown > SLOW:
+    taken, good = list[Burst](), 0
+    while good < count and len(taken) < MOST * count:
+        if not taken or not taken[-1].counts:
             cores.choose()
             settle(step, device)
         with Strain() as strain:
             times = device.timed(step, steps + 1)[1:]
         issue = statistics.mean(device.issue(step, round_of))
         taken.append(Burst(times, issue, strain.totals, cores.slowdown()))
-        fast += taken[-1].slowdown <= SLOW
+        good += taken[-1].counts
     return taken
 
 

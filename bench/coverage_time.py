@@ -125,12 +125,13 @@ def measure(job: Job, alone: Callable[[], None]) -> dict[str, Any]:
     allocations, rewritten = device_allocations(device), rewritten_nodes(job)
     before = step.count
     sets = subject.entry.input_sets if subject.entry.dynamic else 1
-    taken = take_turns(step, device, min(STEPS, int(job.seconds / took)), alone, round_of=sets)
+    steps = min(STEPS, int(job.seconds / took))
+    taken = take_turns(step, device, steps, alone, round_of=sets)
     done = step.count - before
     allocated, again = device_allocations(device), rewritten_nodes(job)
     memory = device.memory()
     memory.pop("device_used_mb")  # the whole device's, while others are on it
-    fast = fastest(taken, TURNS * (BURSTS if sets == 1 else 1))
+    fast = fastest(taken, TURNS * bursts_of_a_turn(steps, sets))
     # Where sizes vary a burst is a round of all of them, and its mean one figure.
     times = [ms for burst in fast for ms in (burst.times if sets == 1 else [statistics.mean(burst.times)])]
     strained = sum(len(burst.times) + 1 for burst in fast)
@@ -186,8 +187,8 @@ def take_turns(
         round_of: steps after which the sizes of inputs come again: where sizes vary, each turn is one burst,
             and each burst one round, however few steps were asked for.
     """
-    count = BURSTS if round_of == 1 else 1
-    each = max(2, steps // (TURNS * BURSTS)) if round_of == 1 else round_of
+    count = bursts_of_a_turn(steps, round_of)
+    each = max(2, steps // (TURNS * count)) if round_of == 1 else round_of
     cores, taken = Cores(), list[Burst]()
     for turn in range(TURNS):
         if turn:
@@ -195,6 +196,11 @@ def take_turns(
         taken += bursts(step, device, each, count, cores, round_of)
     cores.release()
     return taken
+
+
+def bursts_of_a_turn(steps: int, round_of: int) -> int:
+    """One where there is no time for a step of each turn, or where sizes vary."""
+    return BURSTS if round_of == 1 and steps >= TURNS else 1
 
 
 def rewritten_nodes(job: Job) -> int | None:

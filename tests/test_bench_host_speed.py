@@ -99,6 +99,14 @@ def fake_cores(slowdowns: Iterator[float], chosen: list[int]) -> Any:
     return SimpleNamespace(choose=lambda: chosen.append(1), release=lambda: None, slowdown=slowdown)
 
 
+def fake_device(monkeypatch: pytest.MonkeyPatch, timing: Any, issue: float) -> Any:
+    """A step takes 1 ms, of which the host is busy for `issue`."""
+    device = timing.Device("cpu")
+    monkeypatch.setattr(device, "timed", lambda step, steps: [1.0] * steps)
+    monkeypatch.setattr(device, "issue", lambda step, steps: [issue] * steps)
+    return device
+
+
 def test_bursts_on_a_slow_host_are_taken_again(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,11 +115,12 @@ def test_bursts_on_a_slow_host_are_taken_again(
     stood, chosen = list[int](), list[int]()
     slowdowns = iter([1.0, 1.9, 1.1, 1.5, 1.1, 1.0, 1.0, 1.0])
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(slowdowns, chosen))
-    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 12, lambda: stood.append(1))
+    device = fake_device(monkeypatch, timing, issue=0.9)
+    taken = timing.take_turns(lambda: None, device, 12, lambda: stood.append(1))
     assert [burst.slowdown for burst in taken] == [1.0, 1.9, 1.1, 1.5, 1.1, 1.0, 1.0, 1.0]
     assert len(stood) == 1, "all others stand still at first"
     assert len(chosen) == 4, "at the start of a turn, and after a slow burst"
-    assert all(len(burst.times) == 2 and burst.issue >= 0 for burst in taken)
+    assert all(burst.times == [1.0, 1.0] and burst.issue == 0.9 for burst in taken)
 
 
 def test_a_host_that_stays_slow_is_measured_all_the_same(
@@ -119,8 +128,29 @@ def test_a_host_that_stays_slow_is_measured_all_the_same(
 ) -> None:
     timing = load("coverage_time")
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
-    taken = timing.take_turns(lambda: None, timing.Device("cpu"), 24, lambda: None)
+    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue=0.9), 24, lambda: None)
     assert len(taken) == timing.TURNS * timing.BURSTS * load("bursts").MOST
+
+
+def test_where_the_host_waits_for_the_device_it_may_be_slow(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = load("coverage_time")
+    monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
+    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue=0.4), 24, lambda: None)
+    assert len(taken) == timing.TURNS * timing.BURSTS
+
+
+@pytest.mark.parametrize(("steps", "bursts"), [(120, 3), (24, 3), (4, 3), (3, 1), (0, 1)])
+def test_of_long_steps_there_are_fewer_bursts(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, steps: int, bursts: int
+) -> None:
+    """A step of 0.7 s would take minutes with all of them."""
+    timing = load("coverage_time")
+    monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(1.0), []))
+    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue=0.9), steps, lambda: None)
+    assert len(taken) == timing.TURNS * bursts
+    assert {len(burst.times) for burst in taken} == {max(2, steps // timing.TURNS // bursts)}
 
 
 def test_where_sizes_vary_each_burst_holds_all_of_them(
