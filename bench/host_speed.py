@@ -15,7 +15,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,3 +109,24 @@ def _threads() -> tuple[int, ...]:
     """All of this process."""
     tasks = Path("/proc/self/task")
     return tuple(int(task.name) for task in tasks.iterdir()) if tasks.exists() else (0,)
+
+
+@contextlib.contextmanager
+def fast_core(on_gpu: bool) -> Iterator[Callable[[], None]]:
+    """On a GPU's host, have the process run on the core that is fastest now; what it gives looks for another
+    one if that has become slow. A CPU's kernels want all cores.
+    """
+    if not on_gpu:
+        yield lambda: None
+        return
+    cores = Cores()
+    cores.choose()
+
+    def look() -> None:
+        if cores.slowdown() > SLOW:
+            cores.choose()
+
+    try:
+        yield look
+    finally:
+        cores.release()

@@ -7,7 +7,9 @@ The work is a graph of one small kernel per node, the same for all: `pgraph` (AT
 (``cudagraphs``), and a `torch.cuda.CUDAGraph` that is replayed, which copies nothing in and returns nothing
 new. ``nothing`` is a backend whose code gives back the same tensors at every call: what its calls take is
 torch's own (Dynamo's guards, AOTAutograd's wrappers), and no backend can take less. What of pgraph's time
-lies outside its own calls is torch's as well.
+lies outside its own calls is torch's as well. ``results`` is a backend whose code computes nothing either, and
+makes its results anew, as Inductor's code does. What it takes beyond ``nothing`` goes into their memory and
+tensors, and a backend whose results are the caller's can hardly take less.
 
 The device is drained before each group of calls. Changed addresses: between two calls so many of the inputs
 are other tensors, and so many of the last results are kept, so that new ones lie elsewhere. A backend that
@@ -136,6 +138,23 @@ def nothing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
     return aot_autograd(fw_compiler=compiler, inference_compiler=compiler)(gm, inputs)
 
 
+def results(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call:
+    """A backend whose code computes its results once, and makes tensors like them at each call."""
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
+    empty = (
+        torch._C._dynamo.guards._empty_strided_cuda if on_gpu else torch._C._dynamo.guards._empty_strided_cpu
+    )
+    layouts: list[Any] = []
+
+    def again(made: list[Any]) -> list[Any]:
+        if not layouts:
+            layouts.extend((tuple(x.size()), x.stride(), x.dtype) for x in made)
+        return [empty(*layout) for layout in layouts]
+
+    compiler = computed_once(again)
+    return aot_autograd(fw_compiler=compiler, inference_compiler=compiler)(gm, inputs)
+
+
 def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str]) -> dict[str, Call]:
     """Each backend's way to run the program, warmed up."""
     work = Work(size, 100, device.torch)
@@ -152,7 +171,7 @@ def calls(size: tuple[int, int, int], device: Device, backends: Sequence[str]) -
         options = {"codegen": "aten"} | ({} if device.on_gpu else {"driver": "host"})
         compiled = torch.compile(
             run,
-            backend=nothing if name == "nothing" else name,
+            backend={"nothing": nothing, "results": results}.get(name, name),
             dynamic=False,
             options=options if name == "pgraph" else None,
         )
@@ -265,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--backends",
         nargs="+",
-        default=["replay", "nothing", "cudagraphs", "pgraph"] if on_gpu else ["nothing", "pgraph"],
+        default=["replay", "nothing", "results", "cudagraphs", "pgraph"]
+        if on_gpu
+        else ["nothing", "results", "pgraph"],
     )
     add("--out", default=None, help="JSON file or folder for the results")
     args = parser.parse_args(argv)

@@ -37,8 +37,11 @@ BACKENDS = ("eager", "aot_eager", "inductor", "reduce-overhead", "pgraph")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "infer"),
     "scope": ("block", "model"),
-    # The last six in launch_rows.py, launch_blocks.py, claims.py, sizes.py and uses.py alone.
-    "backend": (*BACKENDS, "cudagraphs", "guarded", "replay", "nothing", "graphed", "pgraph-static"),
+    # All but these in launch_rows.py, launch_blocks.py, claims.py, sizes.py and uses.py alone.
+    "backend": (
+        *BACKENDS,
+        *("cudagraphs", "guarded", "replay", "nothing", "results", "graphed", "pgraph-static"),
+    ),
 }
 
 _COVERAGE = (

@@ -10,13 +10,13 @@ import dataclasses
 import itertools
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import worker
 from backends import reset_compiled
-from host_speed import SLOW, Cores
+from host_speed import fast_core
 from llama import Llama
 from sizes_place import Figures, Place
 from torch import Tensor
@@ -127,27 +127,6 @@ class Run:
         }
 
 
-@contextlib.contextmanager
-def fast_core(place: Place) -> Iterator[Callable[[], None]]:
-    """On a GPU's host, have the process run on the core that is fastest now (Note [Fast cores] in
-    `host_speed.py`); what it gives looks for another one if that has become slow. A CPU's kernels want all.
-    """
-    if not place.on_gpu:
-        yield lambda: None
-        return
-    cores = Cores()
-    cores.choose()
-
-    def look() -> None:
-        if cores.slowdown() > SLOW:
-            cores.choose()
-
-    try:
-        yield look
-    finally:
-        cores.release()
-
-
 def run(
     place: Place,
     count: int,
@@ -173,7 +152,7 @@ def run(
     stops = sorted({*marks, *(at for n in checks for at in (n, n + 1) if at <= count)})
     parts: list[tuple[int, float]] = []
     totals, total, at = [], 0.0, 0
-    with fast_core(place) if look is None else contextlib.nullcontext(look) as look_again:
+    with fast_core(place.on_gpu) if look is None else contextlib.nullcontext(look) as look_again:
         while at < count:
             end = at + 1 if waits else next(stop for stop in stops if stop > at)
             looked_at = at in checks

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from backends import reset_compiled
+from host_speed import fast_core
 from sizes_place import Figures, Place, Size, on_host
-from sizes_run import Run, Tokens, apart, compiled, draw, fast_core, llama, result, run, some, spaced
+from sizes_run import Run, Tokens, apart, compiled, draw, llama, result, run, some, spaced
 from torch import Tensor
 
 PIECE = 10  # steps of each backend in turn, where two run beside one another
@@ -181,7 +182,7 @@ def lengths_beside(place: Place) -> Figures:
     clock = OwnTime()
     if place.spec.backend == "pgraph":
         clock.tells()
-    with fast_core(place) as look:
+    with fast_core(place.on_gpu) as look:
         for turn, at in enumerate(range(0, count, PIECE)):
             end = min(at + PIECE, count)
             for each in both if turn % 2 else both[::-1]:

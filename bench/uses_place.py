@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import worker
 from backends import compile_kwargs
+from host_speed import on_fast_cores
 from torch import Tensor
 
 Figures = dict[str, Any]
@@ -145,6 +146,12 @@ class Place:
         call()
         self.clock.drain()
         return (time.perf_counter() - began) * 1e3
+
+    def times(self, call: Callable[[], Any], count: int) -> list[float]:
+        """Host ms of so many long calls; beside a GPU each on a core that is fast then."""
+        if not self.on_gpu:
+            return [self.ms(call) for _ in range(count)]
+        return on_fast_cores(lambda: self.ms(call), count)
 
     def near(self, mine: Tensor, theirs: Tensor) -> float:
         """The largest difference over the largest value.

@@ -17,6 +17,7 @@ import _paths
 import torch
 import worker
 from backends import register_pgraph, reset_compiled
+from host_speed import fast_core
 from language_model import language_model
 from torch import Tensor, nn
 from uses_memory import Asked
@@ -95,8 +96,8 @@ def generate(place: Place) -> Figures:
     warm = place.recordings()
     del mine, theirs
     place.clock.reset_peak()
-    whole = [place.ms(lambda: request(size.new)) for _ in range(size.rounds)]
-    short = statistics.median(place.ms(lambda: request(1)) for _ in range(size.rounds))
+    whole = place.times(lambda: request(size.new), size.rounds)
+    short = statistics.median(place.times(lambda: request(1), size.rounds))
     per_token = [(ms - short) / (size.new - 1) for ms in whole]
     return {
         **spread(per_token),
@@ -165,13 +166,17 @@ def adapters(place: Place) -> Figures:
         call()
     warm = place.recordings()
     place.clock.reset_peak()
-    switched, worst = [], 0.0
-    for _ in range(2):
-        for name, theirs in zip(names, expected, strict=True):
-            point(model, "slot", name)
-            switched.append(place.ms(call))
-            worst = max(worst, place.near(call(), theirs))
-    same = [place.ms(call) for _ in range(4 * size.rounds)]
+    switched, same, worst = [], [], 0.0
+    with fast_core(place.on_gpu) as look:
+        for _ in range(2):
+            for name, theirs in zip(names, expected, strict=True):
+                point(model, "slot", name)
+                look()
+                switched.append(place.ms(call))
+                worst = max(worst, place.near(call(), theirs))
+        for _ in range(4 * size.rounds):
+            look()
+            same.append(place.ms(call))
     return {**spread(same), **first(switched), "captures_warm": warm, "max_diff": worst}
 
 
@@ -217,33 +222,37 @@ def sleep(place: Place) -> Figures:
         call = graphed(call)
     warm = place.recordings()
     place.clock.reset_peak()
-    same = [place.ms(call) for _ in range(4 * size.rounds)]
-    woken, asleep, asked = [], [], Asked()
     state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    for cycle in range(size.cycles + (ASKING if place.on_gpu else 0)):
-        if not stays:
-            release(model)
-        if guarded is not None:
-            guarded.forget()
-        asleep.append(held(place))
-        gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
-        if stays:
-            model.load_state_dict(state)
-        else:
-            awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
-            model.load_state_dict(awake, assign=True)
-            del awake
-        if guarded is not None:
-            guarded.anew()
-        if cycle < size.cycles:
-            woken.append(place.ms(call))
-        elif cycle % 2:
-            asked.taken()
-            asked.ready(place.ms(call))
-        else:
-            asked.segments_of(call)
-        worst = max(worst, place.near(call(), expected))
-        del gap
+    same, woken, asleep, asked = [], [], [], Asked()
+    with fast_core(place.on_gpu) as look:
+        for _ in range(4 * size.rounds):
+            look()
+            same.append(place.ms(call))
+        for cycle in range(size.cycles + (ASKING if place.on_gpu else 0)):
+            if not stays:
+                release(model)
+            if guarded is not None:
+                guarded.forget()
+            asleep.append(held(place))
+            gap = torch.empty(MB, device=place.device)  # what others do meanwhile moves what comes back
+            if stays:
+                model.load_state_dict(state)
+            else:
+                awake = {name: tensor.to(place.device, copy=True) for name, tensor in state.items()}
+                model.load_state_dict(awake, assign=True)
+                del awake
+            if guarded is not None:
+                guarded.anew()
+            look()
+            if cycle < size.cycles:
+                woken.append(place.ms(call))
+            elif cycle % 2:
+                asked.taken()
+                asked.ready(place.ms(call))
+            else:
+                asked.segments_of(call)
+            worst = max(worst, place.near(call(), expected))
+            del gap
     reserved, used = asleep[size.cycles - 1]
     return {
         **spread(same),
@@ -309,7 +318,7 @@ def diffusion(place: Place) -> Figures:
         worst = place.near(sample(), expected)
     warm = place.recordings()
     place.clock.reset_peak()
-    times = [place.ms(sample) / size.steps for _ in range(size.rounds)]
+    times = [ms / size.steps for ms in place.times(sample, size.rounds)]
     return {**spread(times), "captures_warm": warm, "max_diff": worst}
 
 

@@ -55,8 +55,12 @@ def test_rows_and_growth(tmp_path: pathlib.Path) -> None:
     ]
     assert all(0 < row["least"] <= row["us"] <= row["most"] for row in rows)
     assert found["4-3-6-changed-100"]["rewritten"] == 6
-    floor = {row["config"]: row["us"] for row in rows if row["backend"] == "nothing"}
+    floor, least = (
+        {row["config"]: row["us"] for row in rows if row["backend"] == name}
+        for name in ("nothing", "results")
+    )
     assert all(floor[config] < row["us"] for config, row in found.items()), "the least that torch takes"
+    assert all(0 < least[config] < row["us"] for config, row in found.items()), "what new results take"
     assert (tmp_path / "launch-cpu.svg").exists()
 
 

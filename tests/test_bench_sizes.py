@@ -245,14 +245,14 @@ def test_a_gpus_host_runs_it_on_a_fast_core(load: Any, monkeypatch: pytest.Monke
         call()
         return float(len(said) - began)
 
-    monkeypatch.setattr(runs, "Cores", Cores)
+    monkeypatch.setattr(load("host_speed"), "Cores", Cores)
     timed = runs.run(types.SimpleNamespace(ms=ms, on_gpu=True), 7, said.append, mark=3)
     assert said == ["chosen", 0, 1, 2, 3, 4, 5, "chosen", 6, "released"]
     assert timed.totals_ms == [3, 6, 7]
     Cores.slowdowns = iter([1.5, 1.0])
     said.clear()
     place = types.SimpleNamespace(ms=ms, on_gpu=True)
-    with runs.fast_core(place) as look:
+    with runs.fast_core(place.on_gpu) as look:
         for _ in range(2):
             runs.run(place, 1, said.append, mark=1, look=look)
     assert said == ["chosen", 0, "chosen", 0, "released"], "one core for several runs"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from gpu_helpers import assert_launched, compile_pgraph, explain, outside_codes, python, report, same_bits
 from gpu_helpers import finish as finished
 from torch import Tensor, nn
@@ -20,6 +21,12 @@ pytestmark = [
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 WIDE = 64
 STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Inductor cuts them as timings say: other ones in each compilation."""
+    monkeypatch.setattr(torch._inductor.config, "deterministic", True)
 
 
 class Net(nn.Module):
