@@ -7,9 +7,9 @@ The work is a graph of one small kernel per node, the same for all: `pgraph` (AT
 (``cudagraphs``), and a `torch.cuda.CUDAGraph` that is replayed, which copies nothing in and returns nothing
 new. ``nothing`` is a backend whose code gives back the same tensors at every call: what its calls take is
 torch's own (Dynamo's guards, AOTAutograd's wrappers), and no backend can take less. What of pgraph's time
-lies outside its own calls is torch's as well. ``results`` is a backend whose code computes nothing either, and
-makes its results anew, as Inductor's code does. What it takes beyond ``nothing`` goes into their memory and
-tensors, and a backend whose results are the caller's can hardly take less.
+lies outside its own calls is torch's as well. ``results`` is a backend whose code computes nothing either,
+and makes its results anew, as Inductor's code does. What it takes beyond ``nothing`` goes into their memory
+and tensors, and a backend whose results are the caller's can hardly take less.
 
 The device is drained before each group of calls. Changed addresses: between two calls so many of the inputs
 are other tensors, and so many of the last results are kept, so that new ones lie elsewhere. A backend that
