@@ -36,7 +36,7 @@ nets = [Net().to(h.DEVICE) for _ in range(2)]
 nets[1].load_state_dict(nets[0].state_dict())
 runs = [torch.compile(nets[0], dynamic=False), h.compile_pgraph(nets[1])]
 optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-inputs = [h.randn(4, 3, 4, 4) for _ in range(3)]
+inputs = [torch.randn(4, 3, 4, 4, device=h.DEVICE) for _ in range(3)]
 held, losses = [], [[], []]
 for step in range(12):
     for run, optimizer, mine in zip(runs, optimizers, losses, strict=True):
