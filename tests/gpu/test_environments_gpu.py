@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from gpu_helpers import finish, python
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +83,14 @@ _STATES = {
 }
 
 
-@pytest.mark.parametrize("state", _STATES)
+# Dynamo looks for the bytecode of an assertion, and there is none (StopIteration in 2.11, not in 2.13).
+_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_WITHOUT_ASSERTIONS = pytest.mark.skipif(_OLD, reason="Dynamo of torch 2.11 fails in optimised Python")
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(s, marks=_WITHOUT_ASSERTIONS if "optimised" in s else ()) for s in _STATES]
+)
 def test_training_is_inductors_and_captured(state: str) -> None:
     code, environment = _STATES[state]
     output = finish(python(_TRAINING, code, **environment))
