@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -211,6 +211,28 @@ def test_what_was_skipped_beside_what_runs_is_explained() -> None:
     assert not found.complete
     assert [change.reason.code for change in found.changes] == ["graph-break"]
     assert "torch.nn.RNN, GRU and LSTM" in str(found.breaks[0])
+
+
+def breaking(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.sin() * 2
+
+
+def by_a_call(x: Tensor) -> Tensor:
+    return breaking(x) + 1
+
+
+@pytest.mark.parametrize("broken", [breaking, by_a_call])
+def test_a_break_before_the_first_op_is_explained(broken: Callable[[Tensor], Tensor]) -> None:
+    """No graph ends there, so none tells; it was compiled before anybody asked."""
+    first, second, x = host(Layer(1)), host(broken), torch.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(4):
+            second(first(x))
+        found = pgraph.explain(lambda: second(first(x)))()
+    assert not found.complete
+    (reason,) = found.breaks
+    assert "torch._dynamo.graph_break()" in reason.sentence
 
 
 def test_what_was_skipped_for_another_program_is_not_this_ones() -> None:

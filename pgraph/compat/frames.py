@@ -44,6 +44,7 @@ class Compilation:
         frames: (path, line) of the user's frames where it did, innermost last.
         breaks: Dynamo's texts about the graph breaks that it met.
         limit: (name, value) of the setting that ends all compilations of this function.
+        calls_break: whether the function's own code calls `torch._dynamo.graph_break`, by all that it names.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Compilation:
     frames: tuple[tuple[str, int], ...] = ()
     breaks: tuple[str, ...] = ()
     limit: tuple[str, int] | None = None
+    calls_break: bool = False
 
 
 def hear_compilations(
@@ -149,6 +151,7 @@ def _compilation() -> Compilation | None:
         error=str(error) if error is not None else None,
         frames=tuple((f.filename, f.lineno or 0) for f in getattr(error, "real_stack", None) or ()),
         breaks=tuple(str(text) for text in known.get("restart_reasons") or ()),
+        calls_break="graph_break" in code.co_names,
     )
 
 

@@ -18,6 +18,7 @@ __all__ = ["break_of", "from_log", "from_text", "is_schedulers"]
 
 CODE: Final = "graph-break"
 _OPTIMIZER: Final = "/torch/optim/"
+_CALLED: Final = r"Call to `torch\._dynamo\.graph_break\(\)`"
 _SCHEDULER: Final = r"in file `[^`]*/optim/lr_scheduler\.py`"
 
 _FOR_DEVELOPERS: Final = re.compile(
@@ -73,7 +74,7 @@ _KNOWN: Final[tuple[tuple[str, str, str], ...]] = (
         "wrap the compiled module: DistributedDataParallel(torch.compile(model))",
     ),
     (
-        r"Call to `torch\._dynamo\.graph_break\(\)`",
+        _CALLED,
         "torch._dynamo.graph_break() is called",
         "remove the call; Optimizer.step() has one of its own, so compile it by itself: "
         "torch.compile(optimizer.step)",
@@ -191,6 +192,11 @@ def from_text(text: str, frames: Sequence[tuple[str, Any]]) -> Reason:
     text = text.split("Graph break encountered:")[-1].split("*** While handling this graph break")[0]
     text = re.sub(r"^\s*Encountered graph break when attempting to trace [^\n]*\n", "", text)
     return _reason(text, user_frame(frames))
+
+
+def is_called(text: str) -> bool:
+    """Whether Dynamo's text is about a call of `torch._dynamo.graph_break`."""
+    return re.search(_CALLED, text) is not None
 
 
 def is_schedulers(text: str) -> bool:

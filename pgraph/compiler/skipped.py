@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pgraph import compat
-from pgraph.compiler.graph_breaks import from_text, is_schedulers
+from pgraph.compiler.graph_breaks import from_text, is_called, is_schedulers
 from pgraph.ops import safety
 from pgraph.ops.fx import is_users
 from pgraph.options import parse
@@ -81,7 +81,7 @@ def _ended(compilation: compat.Compilation) -> None:
     if compilation.guard is not None and (guard := _guard(compilation.guard)) not in function.guards:
         function.guards.append(guard)
         function.change = _change(compilation.guard)
-    function.given_up = compilation.error is not None
+    function.below = False
     if compilation.error is not None:
         function.skipped = from_text(compilation.error, compilation.frames)
         return
@@ -89,6 +89,7 @@ def _ended(compilation: compat.Compilation) -> None:
     function.skipped = None
     if not graphs and compilation.breaks:
         function.skipped = from_text(compilation.breaks[0], ())
+        function.below = is_called(compilation.breaks[0]) and not compilation.calls_break
 
 
 def _asked_for(place: str, name: str) -> bool:

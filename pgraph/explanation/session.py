@@ -130,8 +130,8 @@ class _Explainer:
         # Others may have been skipped or stopped for another program.
         mine = [f for f in functions.live() if f.where is None or f.where in called]
         # What was skipped before left nothing else behind. A library's function may be another program's.
-        given_up = [f for f in mine if not seen or (f.where is not None and f.given_up)]
-        skipped = [f.skipped for f in given_up if f.skipped is not None]
+        told = [f for f in mine if not seen or (f.where is not None and not f.below)]
+        skipped = [f.skipped for f in told if f.skipped is not None]
         heard_of = {(reason.sentence, reason.fix) for reason in found}
         found += tuple(r for r in dict.fromkeys(skipped) if (r.sentence, r.fix) not in heard_of)
         stopped = tuple(f.stopped for f in mine if f.stopped is not None)

@@ -26,8 +26,8 @@ class FunctionStats:
         change: what would end that, if it is known.
         stopped: why it is compiled no more.
         skipped: why nothing of it was compiled when Dynamo tried last.
-        given_up: whether Dynamo gave it up then. Else it has nothing to compile but what breaks graphs, such
-            as a call of what is compiled by itself.
+        below: whether that is a break in what it calls, which tells it by itself, or is `Optimizer.step`:
+            that breaks graphs before it begins its own.
     """
 
     name: str
@@ -38,7 +38,7 @@ class FunctionStats:
     change: str = ""
     stopped: Reason | None = None
     skipped: Reason | None = None
-    given_up: bool = False
+    below: bool = False
 
     @property
     def reason(self) -> Reason | None:
