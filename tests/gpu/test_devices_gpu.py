@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from gpu_helpers import assert_launched, compile_pgraph, explain, outside_codes, python, report, same_bits
 from gpu_helpers import finish as finished
 from torch import Tensor, nn
@@ -24,9 +23,15 @@ STEPS = 8
 
 
 @pytest.fixture(autouse=True)
-def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Inductor cuts them as timings say: other ones in each compilation."""
-    monkeypatch.setattr(torch._inductor.config, "deterministic", True)
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Else Inductor cuts them as timings say, differently in each compilation.
+
+    Its own setting does not last: Dynamo sets this one anew after each function, and Inductor's with it.
+    """
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Net(nn.Module):

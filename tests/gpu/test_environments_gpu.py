@@ -13,9 +13,12 @@ pytestmark = pytest.mark.gpu
 _TRAINING = """
 import os, sys, torch
 import gpu_helpers as h
-import torch._inductor.config
 from torch import nn
 
+# Else sums are cut as timings say, differently in each compilation. (Inductor's own setting does not last:
+# Dynamo sets this one anew after each function, and Inductor's with it.)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = False
 exec(sys.argv[1])  # the state of the process
 
 
@@ -31,7 +34,6 @@ class Net(nn.Module):
 
 
 torch.backends.cudnn.deterministic = True
-torch._inductor.config.deterministic = True  # else sums are cut as timings say, differently each time
 torch.manual_seed(0)
 nets = [Net().to(h.DEVICE) for _ in range(2)]
 nets[1].load_state_dict(nets[0].state_dict())
@@ -62,7 +64,9 @@ print(h.explain())
 print("RIGHT")
 """
 
-_DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
+_DETERMINISTIC = (
+    "torch.use_deterministic_algorithms(True); torch.utils.deterministic.fill_uninitialized_memory = True"
+)
 _STATES = {
     "blocking": ("", {"CUDA_LAUNCH_BLOCKING": "1"}),
     "eager loading": ("", {"CUDA_MODULE_LOADING": "EAGER"}),
