@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 import torch
-from support import TIGHT, host, launching, same
+from support import BEFORE_2_13, TIGHT, host, launching, same
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
@@ -56,6 +56,8 @@ def test_the_check_of_a_solver_is_the_solvers_own(codegen: str, inductor_cache: 
     outside = [p.facts for p in pgraph.report().partitions if not p.facts.safe]
     assert [[reason.code for reason in facts.reasons] for facts in outside] == [["solver"]]
     assert [facts.ops for facts in outside] == [(("aten::linalg_inv_ex", 1),)]
+    if BEFORE_2_13:
+        return  # PyTorch's own compiled code drops the check: aot_eager gives NaN on 2.11
     with pytest.raises(RuntimeError, match="singular"):
         host(torch.linalg.inv, codegen)(torch.zeros(3, 3))
 

@@ -188,7 +188,7 @@ def test_graphs_that_others_have_taken_the_place_of_are_no_loss() -> None:
     rows = itertools.cycle((2, 3, 4))
     compiled = host(lambda x: (x * 2).cumsum(0), dynamic=None)
     found = pgraph.explain(lambda: compiled(torch.ones(next(rows), 4)))()
-    assert {(p.state, p.calls) for p in found.partitions} == {("warming up", 0), ("captured", 1)}
+    assert {(p.state, p.calls) for p in found.partitions} == {("warming up", 0), ("captured", 1)}, str(found)
     assert found.complete, str(found)
     found = pgraph.explain(host(lambda x: (x * 2).cumsum(0), warmup=50))(torch.ones(4))
     assert [(p.state, p.calls) for p in found.partitions] == [("warming up", 1)]
