@@ -23,9 +23,8 @@ a thousand launches, and after `_SOON_S` of the program: code that a program sel
 for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Training
 on hundreds of lengths, with 50 ms for each, goes by the rule.
 
-A program that waits does not run, nor one that compiles: of the time between two calls no more counts than is
-usual (`_IDLE`), never more than a second, and nothing between the first ones. Else a server would spend on
-its first requests what it saved up over night.
+How long a program has run, but for when it waited or compiled, and how often it calls a partition, is told by
+`pgraph.runtime.pace`.
 
 To ask at each call would take longer than small partitions can save. So when the answer is no, it holds for
 a while (`REST_S`, or a small part of the time till there is credit, or of the time that the program has
@@ -54,6 +53,7 @@ from typing import Final
 
 from pgraph.compute.compare import ENOUGH
 from pgraph.reasons import Reason
+from pgraph.runtime.pace import Pace
 from pgraph.runtime.purse import Purse
 
 __all__ = ["CREDIT", "REST_S", "Economy", "not_worth"]
@@ -70,7 +70,7 @@ _FIRST_FEW: Final = 3
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
 
-_SOON_S: Final = 6.0
+_SOON_S: Final = 5.0
 """And seconds of the program, in which they are to do it. Like `START_S` it is for hosts of half the speed,
 too, where a server gains as much."""
 
@@ -101,8 +101,6 @@ _FEW: Final = 8.0  # the latest of them
 _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _LOOKS_NEW: Final = 24  # so many, where hardly any size came again: of 32 sizes some seven would have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
-_IDLE: Final = 10.0  # times the shortest time between two calls; what is longer was spent waiting
-_IDLE_S: Final = 1.0  # and what is longer than this
 
 
 class Economy:
@@ -136,9 +134,8 @@ class Economy:
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
         self._computed: deque[float] = deque(maxlen=_SAMPLES)
         self._firsts: deque[float] = deque(maxlen=_SAMPLES)
-        self._gaps: deque[float] = deque(maxlen=_SAMPLES)
-        self._saves = self._spent = self._ran = 0.0
-        self._latest: float | None = None
+        self._pace = Pace()
+        self._saves = self._spent = 0.0
         self._lately, self._latest_few = _Share(_WINDOW), _Share(_FEW)
         self.sizes = self._made = self._again = self._calls = self._looks = 0
         self._counted = self._looked = 0  # launches and looks when that was told
@@ -289,7 +286,9 @@ class Economy:
 
     def _soon(self, now: float, further: float) -> bool:
         """Whether so many seconds may be spent at once."""
-        usual = min(statistics.median(self._gaps), _IDLE * min(self._gaps)) if self._gaps else 0.0
+        usual = self._pace.usual
+        if usual is None:
+            return False
         launches = min(_SOON, _SOON_S / usual) if usual > 0.0 else _SOON
         return further <= self._saves * launches and self._purse.debts(now) + further <= self._purse.start
 
@@ -317,12 +316,13 @@ class Economy:
     def _rest(self, now: float, wait: float, cost: float, computing: bool) -> float:
         """Seconds for which a no holds: till there is credit, or launches may have paid for a capture."""
         if wait <= 0.0:  # it could be had, but sizes come too seldom: that takes as long again to change
-            return max(REST_S, min(_REST_RAN * self._ran, _REST_MOST_S))
+            return max(REST_S, min(_REST_RAN * self._pace.ran, _REST_MOST_S))
         rest = min(wait, REST_S)
         if not self._soon(now, self._all(self.sizes, computing)):  # nor would it be if no further ones came
             rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
-        if self._saves and self._gaps and self._launches_so_far():
-            rest = min(rest, (self.debt + cost) / self._saves * statistics.median(self._gaps))
+        gap = self._pace.lately
+        if self._saves and gap is not None and self._launches_so_far():
+            rest = min(rest, (self.debt + cost) / self._saves * gap)
         return rest
 
     def _wait(self, now: float, cost: float) -> float:
@@ -330,7 +330,7 @@ class Economy:
         surplus = self._surplus()
         if cost <= surplus:
             return 0.0
-        return max((self._purse.debts(now) + cost - surplus) / CREDIT - self._ran, 0.0)
+        return max((self._purse.debts(now) + cost - surplus) / CREDIT - self._pace.ran, 0.0)
 
     def _surplus(self) -> float:
         """Seconds that launches have saved beyond what captures have cost."""
@@ -348,12 +348,8 @@ class Economy:
         more = calls - self._calls
         if more <= 0:
             return
-        if self._latest is not None:
-            gap = max(now - self._latest, 0.0) / more
-            if len(self._gaps) == _SAMPLES:  # between the first ones code is compiled
-                self._ran += more * min(gap, _IDLE * min(self._gaps), _IDLE_S)
-            self._gaps.append(gap)
-        self._latest, self._calls = now, calls
+        self._pace.passed(more, now)
+        self._calls = calls
         launches, looks = self._counted, self._looked
         self._counted, self._looked = self._launches_so_far(), self._looks
         launched, looked = self._counted - launches, self._looks - looks
