@@ -32,6 +32,7 @@ from pgraph.partition.facts import PartitionFacts, graph_facts, partition_facts
 from pgraph.partition.scan import Partition, scan
 from pgraph.reasons import Reason
 from pgraph.rewrites.checkpoint_rng import unwrap
+from pgraph.rewrites.idle_numbers import take_out
 from pgraph.rewrites.storage_owners import count_from_owners
 from pgraph.runtime import full_capture, registry, trace
 from pgraph.runtime.partition_runner import PartitionRunner
@@ -50,7 +51,16 @@ def compile_partitions(gm: GraphModule, inputs: Sequence[Any], context: Context)
     if context.kind == "backward" and context.joint is not None:
         context.joint.plain = not counts_from_storages(gm) and not _returns_what_was_saved(gm)
         context.joint.deaths = _deaths(gm)
-    if context.driver is None or (unwrapped := unwrap(gm)) is None:
+    if context.driver is None:
+        return _compile(gm, inputs, context)
+    counted = take_out(gm)
+    run = _unwrapped(gm if counted is None else counted.module, inputs, context)
+    return run if counted is None else counted.around(run)
+
+
+def _unwrapped(gm: GraphModule, inputs: Sequence[Any], context: Context) -> Boxed:
+    unwrapped = unwrap(gm)
+    if unwrapped is None:
         return _compile(gm, inputs, context)
     return unwrapped.around(_compile(unwrapped.module, unwrapped.inputs(inputs), context))
 
