@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pgraph
+from pgraph.rewrites import idle_numbers
 from pgraph.rewrites.idle_numbers import take_out
 
 CODEGENS = pytest.mark.parametrize("codegen", ["aten", "inductor"])
@@ -71,8 +72,22 @@ def test_a_counter_in_training(codegen: str) -> None:
         (lambda x, n: (x.cumsum(0)[:n] * 2, n + 1), [(5, n) for n in (4, 3, 2, 4, 3, 3)]),
         (lambda x, n, m: ((x * m).cumsum(0), n + m, n // 3), [(5, n, n + 2) for n in (4, 9, 7, 9, 9)]),
         (lambda x, n: (x.sin().cumsum(0), max(n, x.size(0)), -n), [(5, n) for n in (4, 9, 7, 9, 9)]),
+        (
+            lambda x, n, m: (x.cumsum(0)[n % m], n),
+            [(9, n, m) for n, m in ((5, 4), (9, 4), (9, 8), (5, 8), (5, 4))],
+        ),
+        (lambda x, n: ((x * (1 / n)).cumsum(0), n + 1), [(5, n) for n in (4, 9, 7, 9, 4, 9)]),
+        (lambda x, n: (x.cumsum(0)[: min(n, 3)], n > 5), [(5, n) for n in (2, 9, 7, 2, 4, 9)]),
     ],
-    ids=["a size", "what an op reads", "made of both", "a size and a counter"],
+    ids=[
+        "a size",
+        "what an op reads",
+        "made of both",
+        "a size and a counter",
+        "of two",
+        "a float",
+        "at most",
+    ],
 )
 def test_what_is_read_is_as_it_was_given(
     codegen: str, program: Callable[..., Any], calls: Sequence[Sequence[int]]
@@ -135,13 +150,75 @@ def test_what_is_left_out_of_a_graph() -> None:
     gm = make_fx(program, tracing_mode="symbolic")(torch.randn(5, 3), 7, 11)
     counted = take_out(gm)
     assert counted is not None
-    assert (counted.taken, counted.freed, counted.results) == ((1, 2), (1,), (1, 2, 5))
-    assert tuple(counted.make(20, 30)) == (21, 100, 20)
+    assert (counted.counters, counted.others, counted.results) == ((1,), (2,), (1, 2, 5))
+    made, read = counted.make(20, 30)
+    assert (tuple(made), tuple(read)) == ((21, 100, 20), ())
     results: Any = counted.module.graph.output_node().args[0]
     assert [i for i, value in enumerate(results) if value is None] == [1, 2, 5]
     assert len(gm.graph.output_node().all_input_nodes) == 6, "the graph itself is as it was"
     assert not any("n_1" in map(str, node.all_input_nodes) for node in counted.module.graph.nodes)
-    assert take_out(counted.module) is None
+
+
+def test_code_is_given_the_first_number_of_which_ops_read_the_same() -> None:
+    def program(x: Tensor, n: int, m: int) -> tuple[Any, ...]:
+        return x[: n % m] * m, n + 1
+
+    gm = make_fx(program, tracing_mode="symbolic")(torch.randn(50, 3), 15, 4)
+    counted = take_out(gm)
+    assert counted is not None
+    assert (counted.counters, counted.others, counted.results) == ((1,), (2,), (1,))
+    seen: list[tuple[int, int]] = []
+
+    def code(args: list[Any]) -> tuple[Any, ...]:
+        seen.append((args[1], args[2]))
+        return gm(*args)[0], None
+
+    run, x = counted.around(code), torch.randn(50, 3)
+    for n, m in ((5, 4), (9, 4), (6, 4), (9, 8), (13, 8), (17, 8), (13, 4)):
+        got, number = run([x, n, m])
+        same(got, x[: n % m] * m)
+        assert number == n + 1
+    # Of 9 and 8 it reads 1, as of 5 and 4: but of 5 and 8 it would read 5.
+    assert seen == [(5, 4), (5, 4), (6, 4), (9, 8), (13, 8), (9, 8), (5, 4)]
+
+
+def test_numbers_that_never_read_the_same_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_numbers, "_MOST", 4)
+    gm = make_fx(lambda x, n: (x * (1 / n), n + 1), tracing_mode="symbolic")(torch.randn(3), 7)
+    counted = take_out(gm)
+    assert counted is not None
+    run, x = counted.around(lambda args: (x * (1 / args[1]), None)), torch.randn(3)
+    for n in (*range(1, 40), *range(1, 40)):
+        same(run([x, n])[0], x * (1 / n))
+    assert 1 <= len(counted.first) <= 4
+
+
+class Ring:
+    """Writes each row behind the last one, and begins anew when it is full."""
+
+    def __init__(self) -> None:
+        self.rows, self.at = torch.zeros(4, 3), 0
+
+
+def turning(x: Tensor, ring: Ring) -> Tensor:
+    place = ring.at % 4
+    ring.at += 1
+    ring.rows[place] = x
+    return ring.rows.cumsum(0) * 2
+
+
+@CODEGENS
+def test_a_ring_needs_a_recording_for_each_place(codegen: str) -> None:
+    mine, theirs = Ring(), Ring()
+    run = host(turning, codegen, dynamic=None, step_aside=False)
+    for _ in range(24):
+        x = torch.randn(3)
+        same(run(x, mine), turning(x, theirs), **TIGHT)
+        same(mine.rows, theirs.rows)
+        assert mine.at == theirs.at
+    report = pgraph.report()
+    assert report.captures <= 5
+    assert report.launches >= 16
 
 
 def test_a_graph_without_such_numbers_is_left_alone() -> None:

@@ -1,18 +1,22 @@
-"""Numbers of the program that no op of a graph reads, counted beside it.
+"""Numbers of the program that no op of a graph reads, or only what was made of them.
 
 Where a program counts in Python, as a cache with a sliding window does at each token, and Dynamo has seen
-the number vary, the graph takes it and gives the next one back (``s0 + 1``). In a partition it would tell one
-call from the next, and each call would need a recording of its own. So results that are made of numbers alone
-are left out of the graph, if nothing in it reads one of these numbers any more, and whoever calls its code
-makes them.
+the number vary, the graph takes it and gives the next one back (``s0 + 1``). Or an op reads where in a ring
+it is (``s0 % 8``). In a partition such a number would tell each call from the next, and each would need a
+recording of its own.
+
+What a graph computes depends on a number that no op reads by what ops read of it alone. So its code may be
+given any number of which they read the same: the first one with which that came. Results that are made of
+numbers are left out of the graph, and made of the true ones by whoever calls its code. A number that the size
+of an input tells as well stays as it is: code may read it from either.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -22,40 +26,51 @@ from pgraph.ops.fx import output_values, symbols
 
 __all__ = ["Counted", "take_out"]
 
-_UNREAD = 2
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MOST: Final = 1024
+"""Numbers that are remembered, for one graph."""
+
+Numbers = tuple[Any, ...]
+MadeOf = dict[Node, frozenset[Node]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
-    """A graph without such results, and how to call its code in place of the original's.
+    """A graph in which no op reads some numbers among the inputs, and how to call its code.
 
     Args:
-        module: the graph, with the same inputs; the results that were left out are None in it.
-        taken: positions of the inputs that these are made of.
-        freed: positions of the inputs that nothing in the graph reads any more.
-        results: their positions.
-        make: makes them of these inputs.
+        module: the graph, with the same inputs; results that are made of these numbers are None in it.
+        counters: positions of the numbers among the inputs.
+        others: positions of further numbers, of which results or what ops read are made as well.
+        results: positions of the results that are left out.
+        make: makes these of the counters and the others, and what ops read.
+        first: the counters that came first, for each set of others and of what ops read.
     """
 
     module: GraphModule
-    taken: tuple[int, ...]
-    freed: tuple[int, ...]
+    counters: tuple[int, ...]
+    others: tuple[int, ...]
     results: tuple[int, ...]
-    make: Callable[..., Sequence[Any]]
+    make: Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+    first: dict[Hashable, Numbers] = dataclasses.field(default_factory=dict)
 
     def around(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`run`, which is the code of `module`, with the original's results.
+        """`run`, which is the code of `module`, with the original's inputs and results.
 
         Returns:
             A function that AOTAutograd takes for boxed: one list in, which it empties.
         """
-        taken, freed, positions, make = self.taken, self.freed, self.results, self.make
+        counters, others, positions, make = self.counters, self.others, self.results, self.make
+        first = self.first
 
         def call(args: list[Any]) -> Any:
-            made = make(*[args[position] for position in taken])
-            for position in freed:  # the same number at each call, which no recording has to be told by
-                args[position] = _UNREAD
+            numbers, given = tuple(args[p] for p in counters), tuple(args[p] for p in others)
+            made, read = make(*numbers, *given)
+            if len(first) >= _MOST:
+                first.clear()
+            numbers = first.setdefault((*map(_bits, given), *map(_bits, read)), numbers)
+            for position, number in zip(counters, numbers, strict=True):
+                args[position] = number
             results = list(run(args))
             for position, number in zip(positions, made, strict=True):
                 results[position] = number
@@ -65,41 +80,39 @@ class Counted:
 
 
 def take_out(gm: GraphModule) -> Counted | None:
-    """Leave out results that are made of numbers which nothing else in the graph reads.
+    """Find numbers that no op reads, and leave out what results are made of them.
 
     Args:
         gm: an ATen graph; not changed.
 
     Returns:
-        The graph without them, or None if there are none.
+        The graph without these results, or None if there are no such numbers.
     """
     made_of = _made_of_numbers(gm.graph)
-    idle: set[Node] = set()
-    for node in reversed(made_of):
-        if all(user in idle or user.op == "output" for user in node.users):
-            idle.add(node)
-    # Code tells a size that several inputs have by any of them.
-    read = set[Any]().union(*(symbols(v) for n in gm.graph.nodes if n not in idle for v in output_values(n)))
-    freed = {
-        node
-        for node in idle
-        if node.op == "placeholder" and node.users and not symbols(node.meta["val"]) & read
-    }
-    counted = [node for node in made_of if node in idle and made_of[node] & freed]
-    values: Any = gm.graph.output_node().args[0]
-    positions = tuple(i for i, value in enumerate(values) if isinstance(value, Node) and value in counted)
-    if not positions:
-        return None
-    taken, make = _alone(gm, made_of, [values[i] for i in positions])
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    unread = tuple(position for position, node in enumerate(inputs) if node in freed)
-    module = _without(gm, set(positions), counted)
-    return Counted(module, taken, unread, positions, make)
+    found = _counters(inputs, made_of)
+    if not found:
+        return None
+    values: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = [i for i, v in enumerate(values) if isinstance(v, Node) and v in made_of and made_of[v] & found]
+    read = [node for node in made_of if made_of[node] & found and _readers(node, made_of)]
+    needed = set[Node]().union(*(made_of[node] for node in (*read, *(values[i] for i in results))))
+    counters = [node for node in inputs if node in found]
+    others = [node for node in inputs if node in needed - found]
+    make = _maker([*counters, *others], made_of, [values[i] for i in results], read)
+    place = {node: position for position, node in enumerate(inputs)}
+    return Counted(
+        _without(gm, results),
+        tuple(place[node] for node in counters),
+        tuple(place[node] for node in others),
+        tuple(results),
+        make,
+    )
 
 
-def _made_of_numbers(graph: Graph) -> dict[Node, frozenset[Node]]:
+def _made_of_numbers(graph: Graph) -> MadeOf:
     """Nodes that are numbers made of the graph's own numbers, in order, and the inputs each is made of."""
-    found: dict[Node, frozenset[Node]] = {}
+    found: MadeOf = {}
     for node in graph.nodes:
         if not isinstance(node.meta.get("val"), _NUMBERS):
             continue
@@ -110,33 +123,59 @@ def _made_of_numbers(graph: Graph) -> dict[Node, frozenset[Node]]:
     return found
 
 
-def _alone(
-    gm: GraphModule, made_of: dict[Node, frozenset[Node]], results: Sequence[Node]
-) -> tuple[tuple[int, ...], Callable[..., Sequence[Any]]]:
-    """The positions of the inputs that these results are made of, and what makes them."""
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    needed = set[Node]().union(*(made_of[node] for node in results))
-    taken = tuple(position for position, node in enumerate(inputs) if node in needed)
+def _readers(number: Node, made_of: MadeOf) -> list[Node]:
+    """The ops that read a number."""
+    return [user for user in number.users if user not in made_of and user.op != "output"]
+
+
+def _counters(inputs: Sequence[Node], made_of: MadeOf) -> set[Node]:
+    """The numbers among the inputs that no op reads, but for less than all that they tell."""
+    found = set()
+    for node in inputs:
+        if node not in made_of or not node.users or _readers(node, made_of):
+            continue
+        of_others = set[Any]().union(*(symbols(v) for n in inputs if n is not node for v in output_values(n)))
+        mine = symbols(node.meta["val"])
+        parts = [n for n in made_of if node in made_of[n] and _readers(n, made_of)]
+        if len(mine) == 1 and not mine & of_others and not any(_tells_all(part, *mine) for part in parts):
+            found.add(node)
+    return found
+
+
+def _tells_all(part: Node, symbol: Any) -> bool:
+    """Whether what was made of a number is another one for each, such as ``s0 + 1``."""
+    expression = part.meta["val"].node.expr
+    return bool(getattr(expression, "is_polynomial", lambda _: False)(symbol))
+
+
+def _bits(number: Any) -> Hashable:
+    return str(number) if isinstance(number, float) else number  # 0.0 == -0.0
+
+
+def _maker(
+    inputs: Sequence[Node], made_of: MadeOf, results: Sequence[Node], read: Sequence[Node]
+) -> Callable[..., tuple[Sequence[Any], Sequence[Any]]]:
+    """What makes results, and what ops read, of these inputs."""
     graph, made = Graph(), dict[Node, Node]()
-    for position in taken:
-        made[inputs[position]] = graph.placeholder(inputs[position].name)
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
     for node, sources in made_of.items():
-        if node not in made and sources <= needed:
+        if node not in made and sources <= made.keys():
             made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(tuple(made[node] for node in results))
+    graph.output((tuple(made[node] for node in results), tuple(made[node] for node in read)))
     graph.eliminate_dead_code()
-    return taken, GraphModule({}, graph, class_name="IdleNumbers").forward
+    return GraphModule({}, graph, class_name="Counters").forward  # type: ignore[no-any-return]
 
 
-def _without(gm: GraphModule, positions: Collection[int], counted: Sequence[Node]) -> GraphModule:
+def _without(gm: GraphModule, positions: Collection[int]) -> GraphModule:
     """A copy of the graph without these results, and without what only they need."""
     graph, made = Graph(), dict[Node, Node]()
     values: Any = graph.graph_copy(gm.graph, made)
     output = graph.output(tuple(None if i in positions else value for i, value in enumerate(values)))
     output.meta = copy.copy(gm.graph.output_node().meta)
-    for node in reversed(counted):
-        if node.op != "placeholder":
-            graph.erase_node(made[node])
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _NUMBERS):
+            graph.erase_node(node)
     module = GraphModule(gm, graph)
     module.meta = dict(gm.meta)
     return module
