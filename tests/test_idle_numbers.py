@@ -221,6 +221,28 @@ def test_a_ring_needs_a_recording_for_each_place(codegen: str) -> None:
     assert report.launches >= 16
 
 
+@CODEGENS
+def test_a_backward_is_told_a_ring_by_its_place(codegen: str) -> None:
+    """It is given the number, which nothing in it reads, beside what was made of it."""
+
+    def step(x: Tensor, w: Tensor, ring: Ring) -> Tensor:
+        place = ring.at % 4
+        ring.at += 1
+        return ((x @ w).tanh()[:, place : place + 2] * (1 + place)).sum()
+
+    mine, theirs = Ring(), Ring()
+    run = host(step, codegen, dynamic=None, step_aside=False)
+    for _ in range(28):
+        x, w = torch.randn(3, 8), torch.randn(8, 8, requires_grad=True)
+        (got,) = torch.autograd.grad(run(x, w, mine), w)
+        (want,) = torch.autograd.grad(step(x, w, theirs), w)
+        same(got, want, **TIGHT)
+        assert mine.at == theirs.at
+    for partition in pgraph.report().capturable:
+        assert partition.captures <= 4
+        assert partition.launches >= 16 or partition.uncaptured_runs == 1, str(pgraph.report())
+
+
 def test_a_graph_without_such_numbers_is_left_alone() -> None:
     x = torch.randn(5, 3)
     assert take_out(make_fx(lambda x, n: (x[:n] * 2, n + 1), tracing_mode="symbolic")(x, 4)) is None

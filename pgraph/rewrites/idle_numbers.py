@@ -98,6 +98,9 @@ def take_out(gm: GraphModule) -> Counted | None:
     read = [node for node in made_of if made_of[node] & found and _readers(node, made_of)]
     needed = set[Node]().union(*(made_of[node] for node in (*read, *(values[i] for i in results))))
     counters = [node for node in inputs if node in found]
+    # A backward may be given several numbers that were made of one: code tells it by any of them.
+    mine = set[Any]().union(*(symbols(node.meta["val"]) for node in found))
+    needed |= {node for node in inputs if node in made_of and symbols(node.meta["val"]) & mine}
     others = [node for node in inputs if node in needed - found]
     make = _maker([*counters, *others], made_of, [values[i] for i in results], read)
     place = {node: position for position, node in enumerate(inputs)}
@@ -132,12 +135,12 @@ def _counters(inputs: Sequence[Node], made_of: MadeOf) -> set[Node]:
     """The numbers among the inputs that no op reads, but for less than all that they tell."""
     found = set()
     for node in inputs:
-        if node not in made_of or not node.users or _readers(node, made_of):
+        mine = symbols(node.meta["val"]) if node in made_of else set()
+        if len(mine) != 1 or _readers(node, made_of):
             continue
-        of_others = set[Any]().union(*(symbols(v) for n in inputs if n is not node for v in output_values(n)))
-        mine = symbols(node.meta["val"])
-        parts = [n for n in made_of if node in made_of[n] and _readers(n, made_of)]
-        if len(mine) == 1 and not mine & of_others and not any(_tells_all(part, *mine) for part in parts):
+        sizes = set[Any]().union(*(symbols(v) for n in inputs if n not in made_of for v in output_values(n)))
+        parts = [n for n in made_of if _readers(n, made_of) and symbols(n.meta["val"]) & mine]
+        if not mine & sizes and not any(_tells_all(part, *mine) for part in parts):
             found.add(node)
     return found
 
