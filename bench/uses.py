@@ -21,7 +21,8 @@ in `sleep` its weights stay where they are and are only written anew.
 
 `captures_warm` and `captures_end` count recordings: pgraph's captures, or what CUDA graph trees record. Each
 row is measured in a process of its own, and compared with the same calls uncompiled (`max_diff`, over the
-largest value). Results go to ``bench/results/uses-<gpu>.json``. Sizes: `uses_place.SIZES`.
+largest value). On a GPU it runs on a core that is fast (`host_speed.py`). Results go to
+``bench/results/uses-<gpu>.json``. Sizes: `uses_place.SIZES`.
 """
 
 from __future__ import annotations

@@ -123,22 +123,16 @@ def test_bursts_on_a_slow_host_are_taken_again(
     assert all(burst.times == [1.0, 1.0] and burst.issue == 0.9 for burst in taken)
 
 
+@pytest.mark.parametrize(("issue", "times"), [(0.9, 3), (0.4, 1)], ids=["sets the pace", "waits"])
 def test_a_host_that_stays_slow_is_measured_all_the_same(
-    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, issue: float, times: int
 ) -> None:
+    """And no more often than another one, where it waits for the device."""
     timing = load("coverage_time")
     monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
-    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue=0.9), 24, lambda: None)
-    assert len(taken) == timing.TURNS * timing.BURSTS * load("bursts").MOST
-
-
-def test_where_the_host_waits_for_the_device_it_may_be_slow(
-    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timing = load("coverage_time")
-    monkeypatch.setattr(timing, "Cores", lambda: fake_cores(itertools.repeat(2.0), []))
-    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue=0.4), 24, lambda: None)
-    assert len(taken) == timing.TURNS * timing.BURSTS
+    taken = timing.take_turns(lambda: None, fake_device(monkeypatch, timing, issue), 24, lambda: None)
+    assert load("bursts").MOST == 3
+    assert len(taken) == timing.TURNS * timing.BURSTS * times
 
 
 @pytest.mark.parametrize(("steps", "bursts"), [(120, 3), (24, 3), (4, 3), (3, 1), (0, 1)])

@@ -6,6 +6,7 @@ symbolic ints that AOTAutograd leaves in ``node.meta["val"]``; nothing here runs
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,7 @@ __all__ = [
     "METADATA_OPS",
     "VIEWS",
     "argument",
+    "copied",
     "describe",
     "flat_values",
     "input_values",
@@ -113,6 +115,14 @@ _OWN_ROOTS = tuple(
 _LIBRARY = os.path.join(os.path.realpath(sysconfig.get_paths()["stdlib"]), "")
 _INSTALLED = ("site-packages", "dist-packages")
 _TYPED = ("<stdin>", "<console>", "<ipython-input-", "<python-input-")  # what a user types has no file
+
+
+def copied(graph: Graph) -> Graph:
+    """A copy of a graph, with all that its nodes say of themselves."""
+    copy_of = Graph()
+    copy_of.output(copy_of.graph_copy(graph, {}))
+    copy_of.output_node().meta = copy.copy(graph.output_node().meta)
+    return copy_of
 
 
 def is_structural(node: Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pgraph.errors import PgraphError
-from pgraph.ops.fx import is_structural, is_token, output_values, symbols
+from pgraph.ops.fx import copied, is_structural, is_token, output_values, symbols
 from pgraph.partition.scan import Partition
 
 __all__ = ["Call", "Const", "SplitPlan", "extract", "twin"]
@@ -190,17 +190,13 @@ def _module(gm: GraphModule, partition: Partition, inputs: list[Node], outputs: 
 
 def twin(gm: GraphModule) -> GraphModule:
     """A copy of a graph that stays as it is when `gm` is compiled; tensors are shared."""
-    graph = Graph()
-    made: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, made))
-    new, old = graph.output_node(), gm.graph.output_node()
-    new.meta = copy.copy(old.meta)
-    copied = GraphModule(gm, graph)
-    copied.meta = dict(gm.meta)
+    graph = copied(gm.graph)
+    module = GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(found := _attribute(gm, str(node.target)), GraphModule):
-            setattr(copied, str(node.target), copy.deepcopy(found))  # Inductor rewrites subgraphs in place
-    return copied
+            setattr(module, str(node.target), copy.deepcopy(found))  # Inductor rewrites subgraphs in place
+    return module
 
 
 def _attribute(module: torch.nn.Module, target: str) -> Any:

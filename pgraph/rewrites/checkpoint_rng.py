@@ -24,7 +24,6 @@ and one for the backward of each wrapped op, and counts on both being advanced a
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from pgraph import compat
 from pgraph.ops import op_names
-from pgraph.ops.fx import is_getitem, op_name, output_values
+from pgraph.ops.fx import copied, is_getitem, op_name, output_values
 
 __all__ = ["Unwrapped", "unwrap"]
 
@@ -118,7 +117,7 @@ def unwrap(gm: GraphModule) -> Unwrapped | None:
     """
     if not any(_wrapper(node) for node in gm.graph.nodes):
         return None
-    graph = _copy(gm.graph)
+    graph = copied(gm.graph)
     states: list[tuple[int, torch.Tensor]] = []
     changed = False
     for node in list(graph.nodes):
@@ -196,15 +195,6 @@ def _argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], na
 
 
 # -- the change ----------------------------------------------------------------------------------
-
-
-def _copy(graph: Graph) -> Graph:
-    copied = Graph()
-    made: dict[Node, Node] = {}
-    result = copied.graph_copy(graph, made)
-    output = copied.output(result)
-    output.meta = copy.copy(graph.output_node().meta)
-    return copied
 
 
 def _meta(wrapper: _Wrapper) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ of an input tells as well stays as it is: code may read it from either.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Final
@@ -22,7 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pgraph import compat
-from pgraph.ops.fx import output_values, symbols
+from pgraph.ops.fx import copied, output_values, symbols
 
 __all__ = ["Counted", "take_out"]
 
@@ -134,13 +133,13 @@ def _readers(number: Node, made_of: MadeOf) -> list[Node]:
 def _counters(inputs: Sequence[Node], made_of: MadeOf) -> set[Node]:
     """The numbers among the inputs that no op reads, but for less than all that they tell."""
     found = set()
+    sizes = set[Any]().union(*(symbols(v) for n in inputs if n not in made_of for v in output_values(n)))
+    read = [node for node in made_of if _readers(node, made_of)]
     for node in inputs:
         mine = symbols(node.meta["val"]) if node in made_of else set()
-        if len(mine) != 1 or _readers(node, made_of):
+        if len(mine) != 1 or mine & sizes or node in read:
             continue
-        sizes = set[Any]().union(*(symbols(v) for n in inputs if n not in made_of for v in output_values(n)))
-        parts = [n for n in made_of if _readers(n, made_of) and symbols(n.meta["val"]) & mine]
-        if not mine & sizes and not any(_tells_all(part, *mine) for part in parts):
+        if not any(_tells_all(part, *mine) for part in read if symbols(part.meta["val"]) & mine):
             found.add(node)
     return found
 
@@ -172,10 +171,10 @@ def _maker(
 
 def _without(gm: GraphModule, positions: Collection[int]) -> GraphModule:
     """A copy of the graph without these results, and without what only they need."""
-    graph, made = Graph(), dict[Node, Node]()
-    values: Any = graph.graph_copy(gm.graph, made)
-    output = graph.output(tuple(None if i in positions else value for i, value in enumerate(values)))
-    output.meta = copy.copy(gm.graph.output_node().meta)
+    graph = copied(gm.graph)
+    output = graph.output_node()
+    values: Any = output.args[0]
+    output.args = (tuple(None if i in positions else value for i, value in enumerate(values)),)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _NUMBERS):
             graph.erase_node(node)
