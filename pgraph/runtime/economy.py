@@ -165,6 +165,7 @@ class Economy:
         self._seen(not first)
         self._again += not first
         if first:  # it is slower than those that launches replace
+            self._pace.set_up()
             self._firsts.append(seconds)
             return
         self._own.append(seconds)
@@ -187,11 +188,13 @@ class Economy:
         self._spent += cost
         self._made += 1
         self._purse.spent()
+        self._pace.set_up()
 
     def wasted(self, seconds: float) -> None:
         """Time was spent on a size that has never run, and no capture came of it."""
         self._spent += self._own_part(seconds, True)
         self._purse.spent()
+        self._pace.set_up()
 
     def _own_part(self, seconds: float, first: bool) -> float:
         """Without what a first run would have set up. The slowest one does not count: it may be the one that
