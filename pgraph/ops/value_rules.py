@@ -165,7 +165,10 @@ def other_device(node: Node, device_type: str) -> Reason | None:
     if name == op_names.NUMBERS_OP:
         numbers = amount(len(node.all_input_nodes), "number")
         sentence = f"{numbers} on the CPU, such as a Python float that may vary, must be copied at each call"
-        fix = "compile without dynamic=True where floats never change, or pass tensors on the device"
+        fix = (
+            "where floats never change, compile without dynamic=True or set "
+            "torch._dynamo.config.specialize_float; else pass tensors on the device"
+        )
         return why(node, "cpu-scalar", sentence, fix)
     # Attention without dropout leaves its unused seed and offset on the CPU; nobody reads them.
     unused_seed = name in op_names.ATTENTION_OPS and argument(node, "dropout_p") in (0, 0.0)
