@@ -54,6 +54,15 @@ def recording(base: int = 1 << 20) -> tuple[Recording, tuple[Slot, ...]]:
     return made, slots
 
 
+def test_it_is_told_which_node_waits_otherwise() -> None:
+    made, slots = recording()
+    odd = dataclasses.replace(made, order=dataclasses.replace(made.order, odd=((1, 2, b"\1"),)))
+    told = difference(odd, slots, made, slots)
+    assert told == "node 2 does not wait for node 1 as it was captured"
+    forked = dataclasses.replace(made, order=topology(3, [(0, 1), (0, 2)]))
+    assert difference(made, slots, forked, slots) == "node 2 does not wait for node 0 as it was captured"
+
+
 def changed(change: Callable[[Recording], Any]) -> Recording:
     made, _ = recording()
     return dataclasses.replace(made, **change(made))

@@ -126,6 +126,50 @@ def test_lifetimes_are_those_of_a_capture() -> None:
     assert number == OutputSpec(constant=10)
 
 
+HOW = b"\1\0\1"
+
+
+@pytest.mark.parametrize(
+    ("before", "edges"),
+    [("", [(0, 1)]), ("kernel.run(a, stream=0)", [(0, 1), (1, 2)]), ("copied", None)],
+    ids=["first", "after a kernel", "after a copy"],
+)
+def test_calls_that_need_not_wait_for_all_of_what_comes_before(
+    before: str, edges: list[tuple[int, int]] | None
+) -> None:
+    """An edge into a call's first node is there where a kernel comes before it; between two nodes of a call,
+    always. How a call waits for a copy was not seen."""
+    line = before if before != "copied" else "extern_kernels.mm(a, a, out=a)"
+    script = script_of(
+        f"""
+        a, = args
+        args.clear()
+        {line}
+        extern_kernels.mm(a, a, out=a)
+        return (a, )
+        """,
+        torch.ones(4, 4),
+    )
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+        inputs = (GhostAllocation(1 << 50, 64, 0, 2),)
+        nodes = (node_of("mm", [0]), node_of("sum", [1]))
+        if before == "copied":
+            nodes = (*nodes[:1], NodeRecord("memcpy", "copy", (), bytes(8)))
+        order = dataclasses.replace(chain(2), odd=((-1, 0, HOW), (0, 1, HOW)))
+        return Recording(nodes, order, inputs, 1, (), (0, 0), None), (Slot(0, 0, 0, 0),)
+
+    def found() -> Proved:
+        return evaluate(script, [torch.ones(4, 4)], [16], Tools(kernel_node, site, {}))
+
+    if edges is None:
+        with pytest.raises(NotComputableError, match="a copy or a fill"):
+            found()
+        return
+    order = found()[0].order
+    assert order == dataclasses.replace(chain(order.n_nodes), odd=tuple((*edge, HOW) for edge in edges))
+
+
 def both(event: Call, arguments: Sequence[Any]) -> Proved:
     """Of three tensors, or of two: the third is the second then."""
     operands = [x for x in arguments if isinstance(x, Operand)]

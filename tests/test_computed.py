@@ -24,7 +24,7 @@ from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Run
 from pgraph.drivers.host import nodes as host_nodes
-from pgraph.drivers.host.driver import HostDriver, HostSession
+from pgraph.drivers.host.driver import HostDriver, HostGraph, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.operands import Operand
 from pgraph.runtime import registry
@@ -96,6 +96,36 @@ def test_nobody_is_warned_of_sizes_that_will_be_computed(caplog: pytest.LogCaptu
         call(compiled(compute_sizes="off"), (*WARM, 17))
     again = [r for r in caplog.records if "captured again" in r.getMessage()]
     assert [r.levelno for r in again][:2] == [logging.WARNING, logging.INFO]
+
+
+@pytest.fixture
+def products_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS launches kernels on an H200: a product need not wait for the end of the kernel before it."""
+    end = HostSession.end
+
+    def told(self: HostSession, with_kept: bool = True) -> Any:
+        _, nodes, order = end(self, with_kept)
+        pairs = [(a, b) for a, b in order.edges if nodes[a].kind == "kernel" and "mm" in nodes[b].name]
+        order = dataclasses.replace(order, odd=tuple((a, b, b"\1\0\1") for a, b in pairs))
+        return HostGraph(order), nodes, order
+
+    monkeypatch.setattr(HostSession, "end", told)
+
+
+@pytest.mark.usefixtures("products_begin_early")
+def test_products_that_do_not_wait_for_the_kernel_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture shows it, and so does a product that is recorded by itself."""
+    recorded, computed = Computer.recording, []
+    monkeypatch.setattr(
+        Computer, "recording", lambda self, *given: computed.append(recorded(self, *given)) or computed[-1]
+    )
+    model = compiled()
+    call(model, (*WARM, 17, 2, 30))
+    assert computer().reason is None
+    assert made() == (6, 3)
+    products = {tuple(sorted(b for _, b, _ in found[0].order.odd)) for found in computed if found}
+    assert len(products) == 1
+    assert len(products.pop()) >= 3, "each product but one that comes first"
 
 
 def test_off_and_check_capture_all() -> None:

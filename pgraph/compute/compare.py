@@ -31,6 +31,7 @@ from pgraph.compute.host_memory import HostMemory
 from pgraph.template.kernel_names import leaves_words_over
 from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
+from pgraph.template.topology import Topology
 
 __all__ = ["ENOUGH", "Loose", "difference", "kind_of", "loose_words"]
 
@@ -77,8 +78,8 @@ def difference(
     captured, proved = _workspaces_last(captured, proved)
     if len(computed.nodes) != len(captured.nodes):
         return f"{len(computed.nodes)} nodes, {len(captured.nodes)} were captured"
-    if computed.order != captured.order:
-        return "the nodes wait for others"
+    if (told := _of_orders(computed.order, captured.order)) is not None:
+        return told
     mine, theirs = set(slots), set(proved)
     if mine != theirs:
         return f"slots differ: {min(mine ^ theirs, key=lambda s: (s.node, s.offset))}"
@@ -106,6 +107,19 @@ def difference(
         if not _same_result(one, other):
             return f"result {i} is {one}, captured {other}"
     return "steps differ" if computed.steps != captured.steps else None
+
+
+def _of_orders(a: Topology, b: Topology) -> str | None:
+    if a == b:
+        return None
+    node, before, _ = min(_waits(a) ^ _waits(b))
+    return f"node {node} does not wait for node {before} as it was captured"
+
+
+def _waits(order: Topology) -> set[tuple[int, int, bytes]]:
+    """(node, one that it waits for, how; nothing for a plain edge)."""
+    how = {(before, node): kind for before, node, kind in order.odd}
+    return {(node, before, how.get((before, node), b"")) for before, node in order.edges}
 
 
 def _workspaces_last(recording: Recording, slots: Sequence[Slot]) -> tuple[Recording, Sequence[Slot]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class _Evaluation:
         self.ranges: list[Range] = []
         self.nodes: list[NodeRecord] = []
         self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
+        self.odd: list[tuple[int, int, bytes]] = []  # edges
         self.layouts = Layouts(tools.offsets)
         self.viewed: dict[tuple[int | None, int], int | None] = {}  # layouts of views
         self.range_of: list[int | None] = [None] * script.memories  # of what the program holds
@@ -180,7 +182,7 @@ class _Evaluation:
         words = [(s.node, s.offset, regions[s.region][0], regions[s.region][1] + s.delta) for s in slots]
         results = [self.result(spec, site.n_inputs) for spec in site.outputs]
         allocations = site.allocations[site.n_inputs :]
-        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results))
+        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results), site.order.odd)
 
     def look_ahead(self, call: Call) -> None:
         """Ask for the library calls after this one, as far as their arguments' layouts are told before."""
@@ -219,8 +221,18 @@ class _Evaluation:
         made = [self.adopted(a, first) for a in part.allocations] if part.allocations else []
         ranges: list[Any] = [self.range_of[memory] for memory, _ in sort.tensors] + made
         self.slots += [(first + node, byte, ranges[which], into) for node, byte, which, into in part.words]
+        if part.odd:
+            self.wait(part.odd, first)
         self.nodes += part.nodes
         return made
+
+    def wait(self, odd: Sequence[tuple[int, int, bytes]], first: int) -> None:
+        """Note edges of a part that begins here: Note [Early kernels] in `sites.py`."""
+        for before, after, how in odd:
+            if before >= 0 or (first and self.nodes[-1].kind == "kernel"):
+                self.odd.append((first + before, first + after, how))
+            elif first:
+                raise NotComputableError("a library call does not wait for a copy or a fill as for a kernel")
 
     def adopted(self, allocation: GhostAllocation, first: int) -> int:
         """The range of an allocation of a library call. A library keeps one workspace for all calls."""
@@ -334,9 +346,8 @@ class _Evaluation:
         results = [self.output(i, leaf, region) for i, leaf in enumerate(self.script.results)]
         outputs = self.tools.latest.outputs(results)
         steps, nodes = tuple(sorted(self.steps)), tuple(self.nodes)
-        recording = Recording(
-            nodes, chain(len(nodes)), allocations, n_inputs, outputs, (0, 0), None, steps=steps
-        )
+        waits = dataclasses.replace(chain(len(nodes)), odd=tuple(self.odd))
+        recording = Recording(nodes, waits, allocations, n_inputs, outputs, (0, 0), None, steps=steps)
         return recording, slots
 
     def output(self, position: int, leaf: Any, region: dict[int, int]) -> OutputSpec | tuple[Any, ...]:

@@ -36,6 +36,7 @@ class Part:
             allocations.
         steps: within its nodes.
         results: which allocation, and the number of the layout; or a constant.
+        odd: see `pgraph.template.topology.Topology`; the node before the first is -1.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -43,6 +44,7 @@ class Part:
     allocations: tuple[GhostAllocation, ...] = ()
     steps: tuple[int, ...] = ()
     results: tuple[tuple[int, int] | OutputSpec, ...] = ()
+    odd: tuple[tuple[int, int, bytes], ...] = ()
 
 
 class Latest:

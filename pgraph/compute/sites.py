@@ -1,4 +1,12 @@
-"""Library calls, each recorded once for all that its kernels may depend on."""
+"""Library calls, each recorded once for all that its kernels may depend on.
+
+Note [Early kernels]
+A kernel of cuBLAS may be launched such that it begins before the kernel before it has ended (programmatic
+dependent launch; products with few rows on an H100 or H200). A capture tells that by the edge between the
+two, whoever launched the first. So each call is recorded after a kernel, and what is told of the edge that
+leads into the call is part of it, as an edge from node -1. Such edges are there between kernels only (CUDA's
+reference, `CUgraphDependencyType`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -130,8 +138,8 @@ class Sites:
             one = arenas.enter_context(driver.arena(0))
             inputs = [_tensor(one, operand) for operand in operands]
             capture = functools.partial(_capture, driver, calls=calls, inputs=inputs, aligned=aligned)
-            first, cuts, results = capture(one)
-            slices = _slices(first, calls, cuts, results)
+            first, ends, results = capture(one)
+            slices = _slices(first, calls, ends, results)
             framework, constants = driver.framework_ranges(), _constants(calls)
             known = [self._proofs.setdefault(call.event.kind, Proofs()) for call in calls]
             proved = [
@@ -166,29 +174,31 @@ def _capture(
     inputs: Sequence[torch.Tensor],
     aligned: Sequence[int],
     like: Sequence[Any] = (),
-) -> tuple[Recording, list[int], list[int]]:
-    """All calls in one recording; the count of nodes before each and after the last; results of each."""
-    cuts: list[int] = []
+) -> tuple[Recording, list[tuple[int, int]], list[int]]:
+    """All calls in one recording; the counts of nodes before and after each; results of each."""
+    ends: list[tuple[int, int]] = []
     counts: list[int] = []
     counters: list[Callable[[], int]] = []
 
     def run(tensors: list[Any]) -> list[Any]:
-        cuts.clear()
+        ends.clear()
         counts.clear()
         results: list[Any] = []
+        ahead = torch.empty(1, device=driver.device)
         for call in calls:
             mine = [tensors.pop(0) for _ in call.operands]
-            cuts.append(counters[0]())
+            ahead.fill_(1.0)  # a kernel: Note [Early kernels]
+            first = counters[0]()
             made = call.run(mine)
+            ends.append((first, counters[0]()))
             counts.append(len(made))
             results += made
-        cuts.append(counters[0]())
         return results
 
     found = record(
         driver, arena, run, inputs, aligned, like=like, with_kept=not like, counting=counters.append
     )
-    return found, cuts, counts
+    return found, ends, counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,16 +232,17 @@ class _Slice:
 
 
 def _slices(
-    whole: Recording, calls: Sequence[LibraryCall], cuts: Sequence[int], counts: Sequence[int]
+    whole: Recording, calls: Sequence[LibraryCall], ends: Sequence[tuple[int, int]], counts: Sequence[int]
 ) -> list[_Slice]:
     if not whole.order.is_chain:
         raise NotComputableError("a library call runs on several streams")
+    assert all(whole.nodes[first - 1].kind == "kernel" for first, _ in ends)
     libraries = [i for i, a in enumerate(whole.allocations) if a.library]
     taken = list(accumulate((len(call.operands) for call in calls), initial=0))
     returned = list(accumulate(counts, initial=0))
     made = range(whole.n_inputs, len(whole.allocations))
     found = []
-    for at, (first, end) in enumerate(pairwise(cuts)):
+    for at, (first, end) in enumerate(ends):
         if end == first:
             raise NotComputableError(f"{calls[at].event.function} records nothing")
         born = [i for i in made if first <= whole.allocations[i].birth < end and i not in libraries]
@@ -255,9 +266,10 @@ def _slices(
                 raise NotComputableError(f"{calls[at].event.function} returns an argument")
             outputs.append(output)
         steps = whole.steps[bisect.bisect_left(whole.steps, first) : bisect.bisect_right(whole.steps, end)]
+        odd = ((a - first, b - first, how) for a, b, how in whole.order.odd if first <= b < end)
         recording = Recording(
             whole.nodes[first:end],
-            chain(end - first),
+            dataclasses.replace(chain(end - first), odd=tuple(odd)),
             allocations,
             n_inputs,
             tuple(outputs),

@@ -60,6 +60,33 @@ def test_nodes_are_added_as_they_were_captured() -> None:
     check(cu.cuGraphExecDestroy(exec))
 
 
+def test_edges_that_are_no_plain_ones_are_added() -> None:
+    """Kernels of cuBLAS that begin before the one before them has ended: here products of one row."""
+    x, wide = randn(1, 2048, dtype=torch.bfloat16), randn(2048, 8192, dtype=torch.bfloat16)
+    weights = [wide, wide.t().contiguous(), wide[:, :2048].contiguous()] * 2
+    graph, y = torch.cuda.CUDAGraph(keep_graph=True), x
+    for weight in weights:
+        torch.mm(x.new_ones(1, len(weight)), weight)
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            y = torch.mm(y, weight).mul_(0.01)
+    handles, order = ordered_nodes(cu.CUgraph(graph.raw_cuda_graph()))
+    if not order.odd:
+        pytest.skip("no product is launched that way here")
+    nodes = read_nodes(handles)
+    made = assemble.assembled(nodes, order, (), 0)
+    assert made is not None
+    assert ordered_nodes(made.graph) == (made.nodes, order)
+    graph.replay()
+    want = y.clone()
+    y.zero_()
+    (exec,) = check(cu.cuGraphInstantiate(made.graph, 0))
+    check(cu.cuGraphLaunch(exec, torch.cuda.current_stream().cuda_stream))
+    torch.cuda.synchronize()
+    assert torch.equal(y, want)
+    check(cu.cuGraphExecDestroy(exec))
+
+
 def test_copies_and_fills_with_slots_are_anchored() -> None:
     graph, _ = captured()
     handles, order = ordered_nodes(cu.CUgraph(graph.raw_cuda_graph()))

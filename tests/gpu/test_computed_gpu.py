@@ -59,6 +59,18 @@ class Products(nn.Module):
         return x + self.layers(x).softmax(-1)
 
 
+class OneRow(nn.Module):
+    """Products of one row, as where text is generated: on an H200 their kernels begin early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide, gelu = 8 * WIDE, nn.GELU()
+        self.layers = nn.Sequential(nn.Linear(WIDE, wide), gelu, nn.Linear(wide, wide), nn.Linear(wide, WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x.mean(0, keepdim=True))
+
+
 class Convolutions(nn.Module):
     """A batch of images whose number varies."""
 
@@ -78,6 +90,7 @@ MODELS = {
     "flash attention, bf16": (Layers, torch.bfloat16),
     "attention, fp32": (Layers, torch.float32),
     "products, bf16": (Products, torch.bfloat16),
+    "one row, bf16": (OneRow, torch.bfloat16),
     "convolutions, fp32": (Convolutions, torch.float32),
 }
 

@@ -3,8 +3,9 @@
 Note [Graphs made by hand]
 A computed recording has no graph. Where no exec of another size has its kernels, one is made of a graph that
 is put together node by node. A node takes a function, dimensions and parameters when it is added, and launch
-attributes afterwards. Then all nodes are read as those of a capture are: unless each is what was computed,
-to the last byte and attribute, the graph is thrown away, and that size is captured.
+attributes afterwards; edges that are no plain ones come last. Then all nodes are read as those of a capture
+are, and such edges: unless each is what was computed, to the last byte and attribute, the graph is thrown
+away, and that size is captured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import kept
+from pgraph.drivers.cuda.edges import add_odd, ordered_nodes
 from pgraph.drivers.cuda.graph import CudaGraph, anchored, ordinary_range, rebound_copies
 from pgraph.drivers.cuda.nodes import check, read_nodes, succeeded
 from pgraph.drivers.cuda.settings import ALIGNED, places, struct_of
@@ -39,8 +41,6 @@ def assembled(
     Args:
         slots: of all nodes. Copies and fills among them are anchored (Note [Copies are anchored]).
     """
-    if order.odd:
-        return None
     (raw,) = check(cu.cuGraphCreate(0))
     graph = CudaGraph(raw, [])
     try:
@@ -51,6 +51,9 @@ def assembled(
             found = read_nodes(graph.nodes)  # all at once: one by one takes longer than all else here
     except (CaptureError, DriverError) as e:
         log.debug("no graph could be made by hand: %s", e)
+        return None
+    if order.odd and ordered_nodes(raw) != (graph.nodes, order):
+        log.debug("the nodes of a graph made by hand wait in other ways")
         return None
     for position, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
         if mine != theirs:
@@ -92,8 +95,10 @@ def _added(graph: int, nodes: Sequence[NodeRecord], order: Topology) -> list[int
     base = -(-ctypes.addressof(memory) // ALIGNED) * ALIGNED
     view = memoryview(memory).cast("B")[base - ctypes.addressof(memory) :]
     awaited: list[list[int]] = [[] for _ in nodes]
+    odd = {(before, after) for before, after, _ in order.odd}
     for before, after in order.edges:
-        awaited[after].append(before)
+        if (before, after) not in odd:
+            awaited[after].append(before)
     handles: list[int] = []
     context = int(check(cu.cuCtxGetCurrent())[0])
     for i, node in enumerate(nodes):
@@ -107,6 +112,8 @@ def _added(graph: int, nodes: Sequence[NodeRecord], order: Topology) -> list[int
             told.append(context)
         succeeded(_adders()[node.kind](*told))
         handles.append(int(handle.value or 0))
+    if order.odd:
+        add_odd(graph, [(handles[before], handles[after], how) for before, after, how in order.odd])
     return handles
 
 

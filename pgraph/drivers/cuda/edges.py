@@ -12,7 +12,7 @@ from typing import Any, Final
 from pgraph.drivers.cuda.nodes import succeeded
 from pgraph.template.topology import Topology, chain, in_order, topology
 
-__all__ = ["ordered_nodes"]
+__all__ = ["add_odd", "ordered_nodes"]
 
 _DATA_BYTES: Final = 8  # sizeof(CUgraphEdgeData): from_port, to_port, type, and five that are reserved
 
@@ -50,6 +50,24 @@ def ordered_nodes(graph: Any) -> tuple[list[int], Topology]:
     how = [bytes(data[i : i + 3]) for i in range(0, len(data), _DATA_BYTES)]
     odd = tuple(sorted((*edge, kind) for edge, kind in zip(edges, how, strict=True) if any(kind)))
     return [nodes[position] for position in order], dataclasses.replace(topology(n, edges), odd=odd)
+
+
+def add_odd(graph: int, edges: Sequence[tuple[int, int, bytes]]) -> None:
+    """Add edges that are no plain ones to a graph.
+
+    Args:
+        edges: handles of the node before and the node after, and what `Topology` tells of the edge.
+
+    Raises:
+        DriverError: the driver does not.
+    """
+    n = len(edges)
+    befores = (ctypes.c_uint64 * n)(*(before for before, _, _ in edges))
+    afters = (ctypes.c_uint64 * n)(*(after for _, after, _ in edges))
+    data = ctypes.create_string_buffer(b"".join(how.ljust(_DATA_BYTES, bytes(1)) for *_, how in edges))
+    add = ctypes.CDLL("libcuda.so.1").cuGraphAddDependencies_v2  # who tells such edges has it
+    add.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_size_t]
+    succeeded(add(graph, befores, afters, data, n))
 
 
 def _nodes(graph: int) -> list[int]:
