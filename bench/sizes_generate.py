@@ -79,7 +79,6 @@ def static(place: Place) -> Figures:
 def growing(place: Place) -> Figures:
     """A `DynamicCache`, the whole forward compiled."""
     model = model_of(place)
-    torch._dynamo.config.specialize_float = True
     plain, arguments = model.forward, place.arguments()
     if arguments is not None:
         model.forward = torch.compile(plain, **arguments)
@@ -88,7 +87,8 @@ def growing(place: Place) -> Figures:
         model.forward = plain
         return {"disable_compile": True}
 
-    return measured(place, model, {"disable_compile": True}, reference, settle)
+    with torch._dynamo.config.patch(specialize_float=True):
+        return measured(place, model, {"disable_compile": True}, reference, settle)
 
 
 def settle(place: Place, ask: Callable[[int], Any]) -> None:
