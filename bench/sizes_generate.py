@@ -92,7 +92,7 @@ def growing(place: Place) -> Figures:
 
 
 def settle(place: Place, ask: Callable[[int], Any]) -> None:
-    """Requests of random lengths until pgraph launches nearly every token of one.
+    """Requests until pgraph launches nearly every token, of a short prompt's and of a long one's.
 
     Args:
         ask: a request with a prompt of so many tokens.
@@ -101,13 +101,16 @@ def settle(place: Place, ask: Callable[[int], Any]) -> None:
         return
     import pgraph
 
+    def launched(length: int) -> bool:
+        before = pgraph.report().launches
+        ask(length)
+        return pgraph.report().launches - before >= LAUNCHED * (place.size.new - 1)
+
     low, high = place.size.prompts
     ends, lengths = time.monotonic() + SETTLE_S, random.Random(place.spec.seed + 2)
-    launched = 0
-    while launched < LAUNCHED * (place.size.new - 1) and time.monotonic() < ends:
-        before = pgraph.report().launches
-        ask(lengths.randint(low, high))
-        launched = pgraph.report().launches - before
+    while time.monotonic() < ends:
+        if launched(lengths.randint(low, high)) and launched(low) and launched(high):
+            break
 
 
 class Marks:

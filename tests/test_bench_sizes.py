@@ -140,7 +140,7 @@ def test_generated_text(config: str, captures: int, load: Any) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "launched", "asked"),
-    [("pgraph", [0, 2, 3, 4], 4), ("pgraph", [0] * 99, 9), ("inductor", [], 0)],
+    [("pgraph", [0, 2, 4, 3, 4, 4, 4], 7), ("pgraph", [0] * 99, 9), ("inductor", [], 0)],
 )
 def test_generating_is_timed_when_captures_have_settled(
     backend: str, launched: list[int], asked: int, load: Any, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +158,8 @@ def test_generating_is_timed_when_captures_have_settled(
     program.settle(types.SimpleNamespace(spec=types.SimpleNamespace(backend=backend, seed=0), size=size), ask)
     assert len(said) == asked
     assert set(said) <= {3, 4, 5, 6}
+    if any(launched):
+        assert said[-2:] == [3, 6], "the shortest and the longest prompt"
 
 
 # Right or wrong
