@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from support_dynamo import as_new
 
 # torch traces every compilation on this logger, if anybody listens: the records would bury the report of a
 # failed test, keep the compiled code of one test alive into the next, and take time. pytest listens to
@@ -75,7 +76,7 @@ def fresh_process() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        as_new()
         gc.collect()  # Dynamo's own reference cycles hold the compiled code, and with it the runners
     if "pgraph.backend" in sys.modules:
         sys.modules["pgraph.backend"].reset()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support_dynamo import as_new
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
@@ -77,6 +78,23 @@ def test_a_worker_that_has_not_told_its_tests_gets_none() -> None:
 def test_collections_leave_torch_alone() -> None:
     assert gc.get_freeze_count() > 100_000
     assert not any(thing is torch.nn.Module.__dict__["forward"] for thing in gc.get_objects())
+
+
+def test_sizes_may_vary_after_threads_have_compiled() -> None:
+    """They may leave ``dynamic=False`` of one of them behind: six tests of counters failed then."""
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.assume_static_by_default = False
+    as_new()
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda x: x * 2, backend=backend)
+    for n in range(3, 9):
+        run(torch.ones(n))
+    assert len(graphs) == 2, "one for the first size, one for all others"
 
 
 def test_nobody_listens_to_torchs_trace() -> None:
