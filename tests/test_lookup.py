@@ -15,6 +15,7 @@ from support_native import CASE, FakeDevice, in_c, in_python, made
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from pgraph.launch import lookup as lookups
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, ValueGuard, lazy_bits
 from pgraph.launch.lookup import Lookup, Number, numbered
 from pgraph.launch.native import native_addresses
@@ -132,6 +133,32 @@ def test_what_was_discarded_is_not_found(known: list[Guards], gone: set[int]) ->
 
 def sized(*size: int, **more: Any) -> Guards:
     return Guards((TensorGuard(0, (7, 7), (7, 1), 15), TensorGuard(1, size, (size[-1], 1), 15)), **more)
+
+
+@settings(deadline=None)
+@given(
+    known=st.lists(guards(), max_size=8),
+    more=st.lists(guards(), max_size=4),
+    gone=st.sets(st.integers(0, 7)),
+)
+def test_a_lookup_after_another_is_as_one_from_nothing(
+    known: list[Guards], more: list[Guards], gone: set[int]
+) -> None:
+    before = numbered(known)
+    now = [g for i, g in enumerate(known) if i not in gone] + more
+    lookup, fresh = numbered(now, before), numbered(now)
+    assert (lookup.parts, lookup.entries) == (fresh.parts, fresh.entries)
+    assert [lookup.key(g) for g in now] == [fresh.key(g) for g in now]
+
+
+def test_tensors_of_what_was_there_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the hundredth size takes a hundred times as long to add as the first."""
+    known = [Guards((TensorGuard(0, (n, 2), (2, 1), 15),)) for n in range(2, 100)]
+    before, asked = numbered(known), []
+    shape = lookups._shape
+    monkeypatch.setattr(lookups, "_shape", lambda guards: asked.append(guards) or shape(guards))
+    numbered([*known, new := Guards((TensorGuard(0, (1, 2), (2, 1), 15),))], before)
+    assert asked == [new]
 
 
 def test_only_what_differs_is_read() -> None:

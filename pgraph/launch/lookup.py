@@ -67,15 +67,21 @@ class Part:
 class Lookup(Generic[T]):
     """Entries by their guards. Not safe to change while another thread reads.
 
+    Args:
+        before: a lookup of most of what will be added: looking at all tensors of each again is what takes
+            the time.
+
     Attributes:
         parts: of the key, found as entries come: one more whenever two would share a key that need not.
         entries: (guards, item) in the order in which they came.
     """
 
-    __slots__ = ("_buckets", "_shape", "entries", "parts")
+    __slots__ = ("_before", "_buckets", "_shape", "_shapes", "entries", "parts")
 
-    def __init__(self) -> None:
+    def __init__(self, before: Lookup[T] | None = None) -> None:
         self.parts: tuple[Part, ...] = ()
+        self._before = before._shapes if before is not None else {}
+        self._shapes: dict[int, Any] = {}  # of each entry's guards, by their ids
         self.entries: list[tuple[Guards, T]] = []
         self._buckets: dict[tuple[int, ...], list[tuple[Guards, T]]] = {}
         self._shape: Any = None  # which arguments are guarded; None while there is no entry
@@ -84,10 +90,12 @@ class Lookup(Generic[T]):
         """Have it found where these guards hold, after all that came before it."""
         entry = guards, item
         self.entries.append(entry)
-        shape = _shape(guards)
+        shape = self._before.get(id(guards)) or _shape(guards)
         if self._shape is None:
             self._shape = shape
-        if self._shape != shape:
+        same = shape is self._shape or shape == self._shape
+        self._shapes[id(guards)] = self._shape if same else shape
+        if not same:
             # No number need be there for all of them: one key for all.
             self._shape, self.parts = (), ()
             self._arrange()
@@ -119,17 +127,26 @@ class Lookup(Generic[T]):
         except (AttributeError, IndexError, RuntimeError, TypeError):
             return ()  # no tensor, not as many dimensions, or a size that is a symbol: no guards hold
 
+    def arranged(self) -> None:
+        """All have come: let go of what was there before."""
+        self._before = {}
+
     def _arrange(self) -> None:
         self._buckets = {}
         for entry in self.entries:
             self._buckets.setdefault(self.key(entry[0]), []).append(entry)
 
 
-def numbered(all_guards: Iterable[Guards]) -> Lookup[int]:
-    """A lookup of the numbers of these guards."""
-    lookup: Lookup[int] = Lookup()
+def numbered(all_guards: Iterable[Guards], before: Lookup[int] | None = None) -> Lookup[int]:
+    """A lookup of the numbers of these guards.
+
+    Args:
+        before: one of most of them.
+    """
+    lookup = Lookup(before)
     for number, guards in enumerate(all_guards):
         lookup.add(guards, number)
+    lookup.arranged()
     return lookup
 
 

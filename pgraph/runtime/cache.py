@@ -397,4 +397,4 @@ class SpecializationCache:
 
     def _renew(self) -> None:
         self._tries = any(s.trial is not None for s in self._captured())
-        self.captured = Captured([s for s in self._captured() if s.trial is None])
+        self.captured = Captured([s for s in self._captured() if s.trial is None], self.captured)

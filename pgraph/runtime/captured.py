@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgraph.launch.interpreter import launch_first
-from pgraph.launch.lookup import numbered
+from pgraph.launch.lookup import Lookup, numbered
 from pgraph.launch.native import native_launch
 from pgraph.runtime.specialization import Specialization
 
@@ -19,6 +19,7 @@ class Captured:
 
     Args:
         specializations: each with its program.
+        before: what was there before one of them came, or went.
 
     Attributes:
         lookup: which of them is for which sizes.
@@ -30,11 +31,14 @@ class Captured:
 
     __slots__ = ("in_python", "launch", "lookup", "native", "programs", "shared", "specializations")
 
-    def __init__(self, specializations: Sequence[Specialization] = ()) -> None:
+    def __init__(
+        self, specializations: Sequence[Specialization] = (), before: Captured | None = None
+    ) -> None:
         self.specializations = tuple(specializations)
         self.programs = tuple(s.program for s in self.specializations if s.program is not None)
         self.shared = any(program.shared for program in self.programs)
-        self.lookup = numbered(s.guards for s in self.specializations)
+        known = before.lookup if before is not None else None
+        self.lookup: Lookup[int] = numbered((s.guards for s in self.specializations), known)
         self.in_python = functools.partial(launch_first, self.programs, self.lookup)
         self.native = native_launch([s.native for s in self.specializations], self.lookup)
         self.launch = self.native or self.in_python
