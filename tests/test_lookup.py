@@ -149,6 +149,10 @@ def test_a_lookup_after_another_is_as_one_from_nothing(
     lookup, fresh = numbered(now, before), numbered(now)
     assert (lookup.parts, lookup.entries) == (fresh.parts, fresh.entries)
     assert [lookup.key(g) for g in now] == [fresh.key(g) for g in now]
+    for mine, anew, all_guards in ((lookup, fresh, now), (before, numbered(known), known)):
+        for one in all_guards:
+            arguments = arguments_of(one, 0)
+            assert mine.candidates(arguments) == anew.candidates(arguments)
 
 
 def test_tensors_of_what_was_there_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

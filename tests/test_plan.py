@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from support_plan import (
 )
 
 from pgraph.errors import PlanError
-from pgraph.template.packing import EXHAUSTIVE_NODES, Chain, Lifetime
+from pgraph.template.packing import EXHAUSTIVE_NODES, MORE, Chain, Lifetime
 from pgraph.template.plan import make_plan
 
 
@@ -127,6 +128,35 @@ def test_temporaries_live_in_an_output_block_before_its_birth() -> None:
     plan = make_plan(4, build.lives, slack_bytes=0)
     assert plan.peak == plan.eager_peak == rounded(5000)
     assert plan.blocks[0].tenants == ((0, 0), (1, rounded(3000)), (2, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(programs(), st.integers(1, 9), st.sampled_from([0, 512, 4096]))
+def test_borders_of_another_size_are_taken_where_they_are_as_good(
+    program: tuple[int, list[Lifetime]], times: int, slack_bytes: int
+) -> None:
+    """They may be more, or not fit: the peak is what it may be without, and chunks are hardly more."""
+    n, lives = program
+    others = [dataclasses.replace(life, nbytes=life.nbytes * times) for life in lives]
+    known = make_plan(n, others, slack_bytes=slack_bytes).borders
+    alone = make_plan(n, lives, slack_bytes=slack_bytes)
+    plan = make_plan(n, lives, slack_bytes=slack_bytes, known=[(0, 1, n + 1), known])
+    assert plan.peak == replay_and_check(n, lives, plan)
+    assert plan.peak <= plan.eager_peak + max(slack_bytes, plan.eager_peak // 100)
+    assert len(plan.chunks) <= len(alone.chunks) + len(alone.chunks) // MORE
+
+
+def test_sizes_of_a_backward_are_cut_alike() -> None:
+    """Weights' gradients are as large as ever while the rest grows, so each would be cut by itself."""
+
+    known: list[tuple[int, ...]] = []
+    alone = set()
+    for length in random.Random(0).sample(range(16, 256), 120):
+        build = model_backward(8, length * MIB // 8, 3 * length * MIB // 8, 40 * MIB)
+        alone.add(make_plan(build.n, build.lives).borders)
+        borders = make_plan(build.n, build.lives, known=known).borders
+        known = [borders, *[other for other in known if other != borders]]
+    assert len(known) < len(alone) / 2
 
 
 def test_small_graphs_are_one_chunk() -> None:

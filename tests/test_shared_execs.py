@@ -186,6 +186,21 @@ def test_plans_that_cut_elsewhere_do_not_share() -> None:
     assert len({s.built.shared for s in captured()}) == 2
 
 
+def test_a_plan_is_told_where_others_were_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `test_sizes_of_a_backward_are_cut_alike` for what comes of it."""
+    told, make_plan = [], build.make_plan
+
+    def planned(*args: Any, known: Any, **options: Any) -> Any:
+        told.append(list(known))
+        return make_plan(*args, known=known, **options)
+
+    monkeypatch.setattr(build, "make_plan", planned)
+    call = calls_of(host(fn, dynamic=True))
+    call(twice((4, 5)))
+    first, _ = (s.built.template.plan.borders for s in captured())
+    assert told == [[], [first]]
+
+
 @pytest.mark.parametrize("at", ["set_params", "launch"])
 def test_a_failure_while_sizes_change(at: Any) -> None:
     """The size whose launch failed runs uncaptured; the others' launches set everything again."""

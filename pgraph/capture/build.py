@@ -102,7 +102,7 @@ def build(
     mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
 
     def planned(first: Recording, second: Recording, slots: tuple[Slot, ...]) -> Template:
-        return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes)
+        return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes, shelf)
 
     computer = shelf.computer if shelf is not None else None
     # In this order: else the collector comes back on after another thread has begun to capture.
@@ -258,6 +258,7 @@ def _template(
     kept_inputs: frozenset[int],
     mates: Sequence[tuple[int, int]],
     slack_bytes: int,
+    shelf: Shelf | None,
 ) -> Template:
     n = len(a.nodes)
     returned = {o.region for o in a.outputs if o.region is not None}
@@ -277,7 +278,7 @@ def _template(
     if lent is not None:
         regions[lent] = dataclasses.replace(regions[lent], kind="workspace")
     slots = _split(regions, slots, workspaces - {lent}, (*a.steps, n))
-    plan = _plan(a.order, regions, slots, mates, slack_bytes)
+    plan = _plan(a.order, regions, slots, mates, slack_bytes, shelf)
     nodes = tuple(node_facts(node.kind, node.name, len(node.params)) for node in a.nodes)
     return Template(nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
 
@@ -326,6 +327,7 @@ def _plan(
     slots: tuple[Slot, ...],
     mates: Sequence[tuple[int, int]],
     slack_bytes: int,
+    shelf: Shelf | None,
 ) -> Plan:
     """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
     # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
@@ -351,7 +353,11 @@ def _plan(
         for r in regions
         if r.kind in ("input", "output") or (r.kind == "temp" and r.index in named)
     ]
-    plan = begun_early(make_plan(n, lifetimes, slack_bytes=slack_bytes), lifetimes)
+    known = shelf.borders if shelf is not None else ()
+    plan = make_plan(n, lifetimes, slack_bytes=slack_bytes, known=known)
+    if shelf is not None:
+        shelf.planned(plan.borders)
+    plan = begun_early(plan, lifetimes)
     chunks = (
         dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
     )

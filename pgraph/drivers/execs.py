@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pgraph.drivers.turns import Turns
 from pgraph.template.proofs import Proofs
@@ -179,6 +179,10 @@ class Computing(Protocol):
         ...
 
 
+_BORDERS: Final = 64
+"""Sets of them that a shelf remembers."""
+
+
 class Shelf:
     """What the captures of one partition have in common.
 
@@ -186,6 +190,7 @@ class Shelf:
         execs: those that its specializations share, by what their recordings have in common; it keeps none of
             them alive.
         proofs: what is known of its nodes.
+        borders: of the chunks that its plans have, before the first one is in two; the latest first.
         computer: may spare captures; None where sizes do not vary.
     """
 
@@ -193,3 +198,9 @@ class Shelf:
         self.computer = computer
         self.execs = weakref.WeakValueDictionary[Hashable, ExecSet]()
         self.proofs = Proofs()
+        self.borders: list[tuple[int, ...]] = []
+
+    def planned(self, borders: tuple[int, ...]) -> None:
+        """A plan has these; the next one may take them."""
+        others = [known for known in self.borders if known != borders]
+        self.borders = [borders, *others][:_BORDERS]

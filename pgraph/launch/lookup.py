@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -83,7 +84,7 @@ class Lookup(Generic[T]):
         self._before = before._shapes if before is not None else {}
         self._shapes: dict[int, Any] = {}  # of each entry's guards, by their ids
         self.entries: list[tuple[Guards, T]] = []
-        self._buckets: dict[tuple[int, ...], list[tuple[Guards, T]]] = {}
+        self._buckets: dict[tuple[int, ...], tuple[tuple[Guards, T], ...]] = {}
         self._shape: Any = None  # which arguments are guarded; None while there is no entry
 
     def add(self, guards: Guards, item: T) -> None:
@@ -100,8 +101,8 @@ class Lookup(Generic[T]):
             self._shape, self.parts = (), ()
             self._arrange()
             return
-        bucket = self._buckets.setdefault(self.key(guards), [])
-        bucket.append(entry)
+        key = self.key(guards)
+        self._buckets[key] = bucket = (*self._buckets.get(key, ()), entry)
         further = _difference(bucket[0][0], guards) if len(bucket) > 1 else None
         while further is not None:
             self.parts += (further,)
@@ -111,8 +112,9 @@ class Lookup(Generic[T]):
     def discard(self, guards: Guards, item: T) -> None:
         """Have it found no more: the entry with these guards."""
         key = self.key(guards)
+        self._shapes.pop(id(guards), None)
         self.entries = [entry for entry in self.entries if entry[1] is not item]
-        self._buckets[key] = [entry for entry in self._buckets[key] if entry[1] is not item]
+        self._buckets[key] = tuple([entry for entry in self._buckets[key] if entry[1] is not item])
         if not self._buckets[key]:
             del self._buckets[key]
 
@@ -127,6 +129,13 @@ class Lookup(Generic[T]):
         except (AttributeError, IndexError, RuntimeError, TypeError):
             return ()  # no tensor, not as many dimensions, or a size that is a symbol: no guards hold
 
+    def copied(self) -> Lookup[T]:
+        """Another one with these entries, to which further ones are added."""
+        made = Lookup[T]()
+        made.parts, made.entries = self.parts, list(self.entries)
+        made._shapes, made._buckets, made._shape = dict(self._shapes), dict(self._buckets), self._shape
+        return made
+
     def arranged(self) -> None:
         """All have come: let go of what was there before."""
         self._before = {}
@@ -134,7 +143,8 @@ class Lookup(Generic[T]):
     def _arrange(self) -> None:
         self._buckets = {}
         for entry in self.entries:
-            self._buckets.setdefault(self.key(entry[0]), []).append(entry)
+            key = self.key(entry[0])
+            self._buckets[key] = (*self._buckets.get(key, ()), entry)
 
 
 def numbered(all_guards: Iterable[Guards], before: Lookup[int] | None = None) -> Lookup[int]:
@@ -143,9 +153,12 @@ def numbered(all_guards: Iterable[Guards], before: Lookup[int] | None = None) ->
     Args:
         before: one of most of them.
     """
-    lookup = Lookup(before)
-    for number, guards in enumerate(all_guards):
-        lookup.add(guards, number)
+    guards = list(all_guards)
+    known = [entry[0] for entry in before.entries] if before is not None else []
+    further = before is not None and all(map(operator.is_, guards, known)) and len(known) <= len(guards)
+    lookup = before.copied() if before is not None and further else Lookup(before)
+    for number in range(len(lookup.entries), len(guards)):
+        lookup.add(guards[number], number)
     lookup.arranged()
     return lookup
 

@@ -26,7 +26,8 @@ class Captured:
         shared: whether one of them makes results that share memory (Note [Results in one piece]).
         native: launches in C, where that is possible; else None.
         in_python: launches by the interpreter in Python.
-        launch: the usual way: in C, where that is possible. See `launch_first`.
+        launch: the usual way: in C, where that is possible. See `launch_first`. Most calls of many programs
+            come before anything is captured, and should not take longer for it.
     """
 
     __slots__ = ("in_python", "launch", "lookup", "native", "programs", "shared", "specializations")
@@ -41,7 +42,7 @@ class Captured:
         self.lookup: Lookup[int] = numbered((s.guards for s in self.specializations), known)
         self.in_python = functools.partial(launch_first, self.programs, self.lookup)
         self.native = native_launch([s.native for s in self.specializations], self.lookup)
-        self.launch = self.native or self.in_python
+        self.launch = self.native or self.in_python if self.programs else _nothing
 
     def growth(self) -> int:
         """Bytes that a launch of one of them needs at most, beyond its inputs."""
@@ -54,3 +55,7 @@ class Captured:
             if self.specializations[number].addresses(args) is not None:
                 return self.specializations[number]
         return None
+
+
+def _nothing(args: list[Any]) -> None:
+    """There is nothing to launch."""

@@ -87,10 +87,10 @@ three ops, and 45 to 60 ms for 86 nodes were seen on an H200."""
 REST_S: Final = 0.05
 """Seconds for which a no holds at least. To look at every call made each 0.6 ms slower (60 inputs, H200)."""
 
-_REST_SHARE: Final = 0.05
+_REST_SHARE: Final = 0.1
 """Of the time till there is credit, for which a no holds where that is longer than `REST_S`."""
 
-_REST_RAN: Final = 0.01
+_REST_RAN: Final = 0.02
 """Of the time of the program, for which a no holds where a capture could be had, and is not worth it."""
 
 _REST_MOST_S: Final = 1.0
@@ -289,11 +289,11 @@ class Economy:
 
     def _soon(self, now: float, further: float) -> bool:
         """Whether so many seconds may be spent at once."""
-        usual = self._pace.usual
-        if usual is None:
+        # What takes longest to tell comes last: this is asked at each look.
+        if further > self._saves * _SOON or self._purse.debts(now) + further > self._purse.start:
             return False
-        launches = min(_SOON, _SOON_S / usual) if usual > 0.0 else _SOON
-        return further <= self._saves * launches and self._purse.debts(now) + further <= self._purse.start
+        usual = self._pace.usual
+        return usual is not None and further * usual <= self._saves * _SOON_S
 
     def _all(self, sizes: float, computing: bool) -> float:
         """Seconds that it costs to capture so many sizes, but for those that are."""

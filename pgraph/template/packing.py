@@ -30,17 +30,24 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "Chain", "Lane", "Lifetime", "Packed", "survives"]
+from pgraph.errors import PlanError
+
+__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "MORE", "Chain", "Lane", "Lifetime", "Packed", "check", "survives"]
 
 GRANULE = 512
 """Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
 
 EXHAUSTIVE_NODES = 32
 """Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
+
+MORE = 4
+"""For so many chunks there may be one more, if that makes them as others are. A launch takes 5 us; to make an
+exec that nobody else has takes 8 ms, and 2 MB."""
 
 _FAR = 16
 """A chunk is looked for up to so many times the length that the rule allows: bounds what one cut costs."""
@@ -71,6 +78,42 @@ class Lifetime:
     birth: int
     death: int
     kind: Literal["input", "output", "temp"]
+
+
+def check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
+    """See to it that these can be planned.
+
+    Raises:
+        PlanError: they contradict each other.
+    """
+    seen: set[int] = set()
+    end = survives(n_nodes)
+    for life in lifetimes:
+        wrong = None
+        if life.region in seen:
+            wrong = "appears twice; give each region an id of its own"
+        elif life.nbytes < 0:
+            wrong = f"has nbytes {life.nbytes}; pass a size >= 0"
+        elif life.birth < 0:
+            wrong = f"has birth {life.birth}; pass a node >= 0"
+        elif life.death > end:
+            wrong = f"has death {life.death} in a chain of {n_nodes} nodes; pass at most {end} (survives)"
+        elif life.birth > life.death:
+            wrong = f"has birth {life.birth} after death {life.death}; pass birth <= death"
+        elif life.kind == "input" and life.birth != 0:
+            wrong = f"is an input with birth {life.birth}; inputs exist before the launch, pass 0"
+        elif life.kind == "output" and (life.death != end or life.birth > n_nodes):
+            wrong = (
+                f"is an output with birth {life.birth} and death {life.death}; outputs survive, pass a "
+                f"birth <= {n_nodes} and death {end}, or make it a temp"
+            )
+        elif life.kind == "temp" and life.death == end:
+            wrong = f"is a temp with death {end} (survives); pass at most {n_nodes}, or make it an output"
+        elif life.kind not in ("input", "output", "temp"):
+            wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
+        if wrong:
+            raise PlanError(f"region {life.region} {wrong}")
+        seen.add(life.region)
 
 
 @dataclasses.dataclass(slots=True)
@@ -264,6 +307,40 @@ class Chain:
         while cuts[-1] > 0:
             cuts.append(came_from[cuts[-1]])
         return cuts[::-1]
+
+    def as_before(self, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
+        """The known borders whose chunks fit, if they are hardly more; or as many that others may take.
+
+        Where none are known nothing else may ever come, and the cuts stay where they are.
+        """
+        if not known or tuple(cuts) in known:
+            return cuts
+        for borders in sorted(known, key=len):
+            near = len(borders) <= len(cuts) + (len(cuts) - 1) // MORE and borders[-1] == self.n
+            if near and all(self._fits(a, b, limit) for a, b in itertools.pairwise(borders)):
+                return list(borders)
+        return self._eased(cuts, limit)
+
+    def _eased(self, cuts: list[int], limit: int) -> list[int]:
+        """The same number of chunks, none of them as long as the limit allows.
+
+        Each cut was as far from the one before as can be. Where regions are a little larger that is too far.
+        So each, from the last on, is put half way to where the chunk behind it would no longer fit.
+        """
+        eased = list(cuts)
+        for i in range(len(cuts) - 2, 0, -1):
+            first, end = cuts[i], eased[i + 1]
+            low = cuts[i - 1]  # there it does not fit, or is taken not to
+            while first - low > 1:
+                middle = (low + first) // 2
+                if self._fits(middle, end, limit):
+                    first = middle
+                else:
+                    low = middle
+            border = (first + cuts[i]) // 2
+            if self._fits(border, end, limit) and self._fits(cuts[i - 1], border, limit):
+                eased[i] = border
+        return eased
 
     def _ends(self, a: int, limit: int) -> list[int]:
         """Ends of chunks from `a` within the limit, the furthest first: all, or one in long chains."""

@@ -28,7 +28,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from pgraph.errors import PlanError
-from pgraph.template.packing import GRANULE, Chain, Lifetime, survives
+from pgraph.template.packing import GRANULE, Chain, Lifetime, check, survives
 from pgraph.text import amount
 
 __all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
@@ -105,6 +105,11 @@ class Plan:
                 "inputs lie in the caller's memory"
             ) from None
 
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Of its chunks, from 0 to the number of nodes."""
+        return tuple([chunk.first for chunk in self.chunks] + [chunk.last for chunk in self.chunks[-1:]])
+
     def render(self) -> str:
         """The plan as text, one line per step: ``+`` allocate, ``-`` free, ``~`` release."""
         nodes = self.chunks[-1].last if self.chunks else 0
@@ -130,6 +135,7 @@ def make_plan(
     lifetimes: Sequence[Lifetime],
     *,
     slack_bytes: int = 4 << 20,
+    known: Sequence[tuple[int, ...]] = (),
 ) -> Plan:
     """Cut a chain of nodes into few chunks whose peak stays at the eager peak, and place its memory.
 
@@ -138,6 +144,9 @@ def make_plan(
         lifetimes: of all regions; order breaks ties between regions born before the same node.
         slack_bytes: bytes by which the peak may pass the eager peak, so that small graphs stay whole; one
             percent of the eager peak, if that is more.
+        known: borders (`Plan.borders`) of plans for these nodes at other sizes. Those are taken whose chunks
+            are within the limit, and not many more (`MORE`): recordings that are cut alike may share execs.
+            If there are none, the borders are put such that further sizes may take them.
 
     Raises:
         PlanError: lifetimes that contradict each other, or an argument out of range.
@@ -145,44 +154,13 @@ def make_plan(
     for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes)):
         if not value >= 0:
             raise PlanError(f"{name} is {value}; pass a number >= 0")
-    _check(n_nodes, lifetimes)
+    check(n_nodes, lifetimes)
     if n_nodes == 0 and not lifetimes:
         return Plan((), (), 0, 0, 0, {})
     chain = Chain(n_nodes, lifetimes)
     eager = max(chain.inputs[k] + chain.alive[k] for k in range(chain.n))
     limit = eager + max(slack_bytes, eager // 100)
-    return _assemble(chain, chain.cut(limit), eager)
-
-
-def _check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
-    seen: set[int] = set()
-    end = survives(n_nodes)
-    for life in lifetimes:
-        wrong = None
-        if life.region in seen:
-            wrong = "appears twice; give each region an id of its own"
-        elif life.nbytes < 0:
-            wrong = f"has nbytes {life.nbytes}; pass a size >= 0"
-        elif life.birth < 0:
-            wrong = f"has birth {life.birth}; pass a node >= 0"
-        elif life.death > end:
-            wrong = f"has death {life.death} in a chain of {n_nodes} nodes; pass at most {end} (survives)"
-        elif life.birth > life.death:
-            wrong = f"has birth {life.birth} after death {life.death}; pass birth <= death"
-        elif life.kind == "input" and life.birth != 0:
-            wrong = f"is an input with birth {life.birth}; inputs exist before the launch, pass 0"
-        elif life.kind == "output" and (life.death != end or life.birth > n_nodes):
-            wrong = (
-                f"is an output with birth {life.birth} and death {life.death}; outputs survive, pass a "
-                f"birth <= {n_nodes} and death {end}, or make it a temp"
-            )
-        elif life.kind == "temp" and life.death == end:
-            wrong = f"is a temp with death {end} (survives); pass at most {n_nodes}, or make it an output"
-        elif life.kind not in ("input", "output", "temp"):
-            wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
-        if wrong:
-            raise PlanError(f"region {life.region} {wrong}")
-        seen.add(life.region)
+    return _assemble(chain, chain.as_before(chain.cut(limit), limit, known), eager)
 
 
 def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
