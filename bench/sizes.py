@@ -11,7 +11,8 @@ backend, each in a process of its own:
   the calls, `early_ms` the total of the first half.
 * ``lengths``: training on lengths of 16 to 256, without cuDNN's attention, which plans anew for each length;
   ``lengths-flash``: with it. `totals_ms` after every 100 steps (`marks`).
-* ``lengths-beside``: as `lengths`, and Inductor's code in turns with it in one process (`beside_ms`).
+* ``lengths-beside``, ``lengths-flash-beside``: as these, and Inductor's code in turns in the same process
+  (`beside_ms`).
 * ``lengths-seen``: training on 16 lengths, all of them warm.
 * ``turns``: inference, 16 lengths in turn. Beside the backends: ``replay``, a `torch.cuda.CUDAGraph` for each
   length, its input copied in; ``pgraph-static``, pgraph with ``dynamic=False`` for each length.
@@ -50,7 +51,8 @@ from workers import start_worker
 
 PROGRAM = Path(__file__).resolve().with_name("sizes_worker.py")
 CONFIGS = (
-    *("serving", "lengths", "lengths-flash", "lengths-beside", "lengths-seen", "turns"),
+    *("serving", "lengths", "lengths-flash", "lengths-beside", "lengths-flash-beside", "lengths-seen"),
+    "turns",
     *("generate-static", "generate-dynamic", "memory"),
 )
 BACKENDS = {"cuda": ("inductor", "reduce-overhead", "pgraph"), "cpu": ("aot_eager", "pgraph")}
@@ -71,7 +73,7 @@ def specs(args: argparse.Namespace) -> Iterator[Spec]:
     told = {key: getattr(args, key) for key in ("size", "device", "driver", "codegen", "steps", "calls")}
     for config in args.only:
         backends = args.backends or BACKENDS[args.device]
-        if config == "lengths-beside" and not args.backends:
+        if config.endswith("-beside") and not args.backends:
             backends = ("pgraph",)
         if config == "turns" and not args.backends:
             backends = (*backends, *STATIC[args.device])

@@ -156,15 +156,18 @@ class OwnTime:
         trial.clock = self
 
 
-def lengths_beside(place: Place) -> Figures:
+def lengths_beside(place: Place, cudnn: bool) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
     Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
     pieces that have begun by its mark. The reference has run each length before: what libraries set up when
     they first see one would be lost by whichever of the two comes first. And pgraph's clock stands still
     while the reference runs: what captures may cost is a share of the time of pgraph's own program.
+
+    Args:
+        cudnn: see `lengths_of`.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     size = place.size
     count = place.spec.steps or size.steps
     lengths = draw(place.spec.seed, *size.lengths, count)
