@@ -30,6 +30,7 @@ from pgraph.drivers.operands import Operand
 from pgraph.runtime import registry
 from pgraph.runtime.economy import Economy
 from pgraph.template.recording import NodeRecord
+from pgraph.template.topology import topology
 
 WARM = (3, 3, 5, 5, 9, 9)  # three captures, which are compared
 
@@ -126,6 +127,63 @@ def test_products_that_do_not_wait_for_the_kernel_before(monkeypatch: pytest.Mon
     products = {tuple(sorted(b for _, b, _ in found[0].order.odd)) for found in computed if found}
     assert len(products) == 1
     assert len(products.pop()) >= 3, "each product but one that comes first"
+
+
+@pytest.fixture(params=["alone", "beside another node"])
+def products_fork(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """As cuDNN records some calls: a product runs on a stream of its own, which is waited for at its end."""
+    real = HostSession._record
+
+    def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
+        before = self._tail
+        real(self, op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ == "mm":
+            product, self._tail = self._tail, before
+            if request.param != "alone":
+                read = args[0]
+                self._add("memcpy", "beside", (), [read.data_ptr(), read.data_ptr(), read.nbytes])
+            self._tail += product
+
+    monkeypatch.setattr(HostSession, "_record", record)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.usefixtures("products_fork")
+def test_products_that_run_on_several_streams(
+    early: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A computed recording forks where captures do."""
+    if early:
+        request.getfixturevalue("products_begin_early")
+    recorded, orders = Computer.recording, set()
+
+    def recording(self: Computer, *given: Any) -> Any:
+        if found := recorded(self, *given):
+            orders.add(found[0].order)
+        return found
+
+    monkeypatch.setattr(Computer, "recording", recording)
+    model = compiled()
+    call(model, (*WARM, 17, 2, 30, 17))
+    assert computer().reason is None
+    assert made() == (6, 3)
+    (order,) = orders
+    assert len(order.edges) > order.n_nodes - 1
+    assert order == dataclasses.replace(topology(order.n_nodes, order.edges), odd=order.odd)
+    assert bool(order.odd) is early
+
+
+@pytest.mark.usefixtures("products_fork", "products_begin_early")
+def test_what_begins_early_after_a_fork_is_captured() -> None:
+    """That was never seen: each product is recorded after a single kernel."""
+
+    def products(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w) @ w).sin() + x.shape[0]
+
+    model = compiled(products)
+    call(model, (*WARM, 17, 17), products)
+    assert made() == (4, 0)
+    assert "a copy, a fill or a fork" in (computer().reason or "")
 
 
 def test_off_and_check_capture_all() -> None:

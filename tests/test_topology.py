@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgraph.template.topology import Topology, chain, in_order, topology
+from pgraph.template.topology import Topology, chain, forked, in_order, topology
 
 
 def brute_joins(n: int, edges: list[tuple[int, int]]) -> tuple[int, ...]:
@@ -81,3 +82,45 @@ def test_circles_and_wrong_numbers_are_told() -> None:
     assert in_order(2, [(0, 1), (1, 0)]) is None
     with pytest.raises(ValueError, match=r"edge \(1, 0\) among 2 nodes"):
         topology(2, [(1, 0)])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 5))
+def test_a_graph_is_put_together_of_its_pieces(seed: int, count: int) -> None:
+    """Ops that fork and join as they like, each between two nodes that all wait for."""
+    rng = random.Random(seed)
+    edges: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
+    n, tail = 1, [0]
+    for _ in range(count):
+        first, before = n, tail
+        for n in range(first, first + rng.randint(1, 4)):
+            choice = [*before, *range(first, n)]
+            edges += [(a, n) for a in rng.sample(choice, rng.randint(1, len(choice)))]
+        awaited = {a for a, _ in edges}
+        ends = [a for a in range(first, n + 1) if a not in awaited]
+        tail = [*ends, *rng.sample(before, rng.randint(0, 1))]
+        pieces.append((first, n + 1))
+        n += 1
+        edges += [(a, n) for a in tail]
+        n, tail = n + 1, [n]
+    whole = topology(n, edges)
+    found = [(first, whole.piece(first, end)) for first, end in pieces]
+    assert forked(n, [(first, piece) for first, piece in found if piece is not None and piece.links]) == whole
+    assert [piece.n_nodes for _, piece in found if piece is not None] == [
+        end - first for first, end in pieces
+    ]
+
+
+def test_what_goes_on_beside_the_next_node_is_no_piece() -> None:
+    whole = topology(5, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)])
+    assert whole.piece(1, 3) == Topology(2, (), (0, 2), (), ((-1, 0), (-1, 1), (0, 2), (1, 2)))
+    assert whole.piece(1, 2) is None
+    assert whole.piece(2, 3) is None
+    late = topology(5, [(0, 1), (1, 2), (0, 2), (1, 3), (2, 4), (3, 4)])
+    assert late.piece(1, 2) is None, "node 3 waits for it, and not for the node after it"
+
+
+def test_a_piece_that_is_a_chain_says_what_is_odd() -> None:
+    whole = dataclasses.replace(chain(5), odd=((0, 1, b"early"), (3, 4, b"early")))
+    assert whole.piece(1, 3) == dataclasses.replace(chain(2), odd=((-1, 0, b"early"),))

@@ -15,7 +15,7 @@ from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, 
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
-from pgraph.template.topology import chain
+from pgraph.template.topology import Topology, chain, forked
 
 __all__ = ["evaluate"]
 
@@ -45,6 +45,7 @@ class _Evaluation:
         self.nodes: list[NodeRecord] = []
         self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
         self.odd: list[tuple[int, int, bytes]] = []  # edges
+        self.forks: list[tuple[int, Topology]] = []  # first nodes of pieces that fork
         self.layouts = Layouts(tools.offsets)
         self.viewed: dict[tuple[int | None, int], int | None] = {}  # layouts of views
         self.range_of: list[int | None] = [None] * script.memories  # of what the program holds
@@ -182,7 +183,8 @@ class _Evaluation:
         words = [(s.node, s.offset, regions[s.region][0], regions[s.region][1] + s.delta) for s in slots]
         results = [self.result(spec, site.n_inputs) for spec in site.outputs]
         allocations = site.allocations[site.n_inputs :]
-        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results), site.order.odd)
+        order = site.order if site.order.links or site.order.odd else None
+        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results), order)
 
     def look_ahead(self, call: Call) -> None:
         """Ask for the library calls after this one, as far as their arguments' layouts are told before."""
@@ -221,18 +223,21 @@ class _Evaluation:
         made = [self.adopted(a, first) for a in part.allocations] if part.allocations else []
         ranges: list[Any] = [self.range_of[memory] for memory, _ in sort.tensors] + made
         self.slots += [(first + node, byte, ranges[which], into) for node, byte, which, into in part.words]
-        if part.odd:
-            self.wait(part.odd, first)
+        if part.order is not None:
+            self.wait(part.order, first)
         self.nodes += part.nodes
         return made
 
-    def wait(self, odd: Sequence[tuple[int, int, bytes]], first: int) -> None:
-        """Note edges of a part that begins here: Note [Early kernels] in `sites.py`."""
-        for before, after, how in odd:
-            if before >= 0 or (first and self.nodes[-1].kind == "kernel"):
+    def wait(self, order: Topology, first: int) -> None:
+        """Note how the nodes of a part wait that begins here: Note [Early kernels] in `sites.py`."""
+        alone = not self.forks or sum((self.forks[-1][0], self.forks[-1][1].n_nodes)) < first
+        for before, after, how in order.odd:
+            if before >= 0 or (first and alone and self.nodes[-1].kind == "kernel"):
                 self.odd.append((first + before, first + after, how))
             elif first:
-                raise NotComputableError("a library call does not wait for a copy or a fill as for a kernel")
+                raise NotComputableError("a library call that begins early follows a copy, a fill or a fork")
+        if order.links:
+            self.forks.append((first, order))
 
     def adopted(self, allocation: GhostAllocation, first: int) -> int:
         """The range of an allocation of a library call. A library keeps one workspace for all calls."""
@@ -346,7 +351,8 @@ class _Evaluation:
         results = [self.output(i, leaf, region) for i, leaf in enumerate(self.script.results)]
         outputs = self.tools.latest.outputs(results)
         steps, nodes = tuple(sorted(self.steps)), tuple(self.nodes)
-        waits = dataclasses.replace(chain(len(nodes)), odd=tuple(self.odd))
+        waits = forked(len(nodes), self.forks) if self.forks else chain(len(nodes))
+        waits = dataclasses.replace(waits, odd=tuple(self.odd))
         recording = Recording(nodes, waits, allocations, n_inputs, outputs, (0, 0), None, steps=steps)
         return recording, slots
 

@@ -9,6 +9,7 @@ from typing import Any
 from pgraph.compute.script import Call, Run
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
+from pgraph.template.topology import Topology
 
 __all__ = ["Latest", "Part", "Proved", "Range", "Tools"]
 
@@ -36,7 +37,8 @@ class Part:
             allocations.
         steps: within its nodes.
         results: which allocation, and the number of the layout; or a constant.
-        odd: see `pgraph.template.topology.Topology`; the node before the first is -1.
+        order: of its nodes, a piece of the whole; None for a chain of which nothing more is to be told. In
+            `odd` the node before the first is -1.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -44,7 +46,7 @@ class Part:
     allocations: tuple[GhostAllocation, ...] = ()
     steps: tuple[int, ...] = ()
     results: tuple[tuple[int, int] | OutputSpec, ...] = ()
-    odd: tuple[tuple[int, int, bytes], ...] = ()
+    order: Topology | None = None
 
 
 class Latest:

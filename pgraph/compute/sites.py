@@ -6,6 +6,9 @@ dependent launch; products with few rows on an H100 or H200). A capture tells th
 two, whoever launched the first. So each call is recorded after a kernel, and what is told of the edge that
 leads into the call is part of it, as an edge from node -1. Such edges are there between kernels only (CUDA's
 reference, `CUgraphDependencyType`).
+
+A kernel after each call tells what its own nodes wait for, and what waits for them, where they fork
+(`Topology.links`).
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from pgraph.template.proofs import Proofs
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording
 from pgraph.template.template import Slot, slots_of
-from pgraph.template.topology import chain
 
 __all__ = ["LibraryCall", "Sites"]
 
@@ -184,15 +186,16 @@ def _capture(
         ends.clear()
         counts.clear()
         results: list[Any] = []
-        ahead = torch.empty(1, device=driver.device)
+        between = torch.empty(1, device=driver.device)
         for call in calls:
             mine = [tensors.pop(0) for _ in call.operands]
-            ahead.fill_(1.0)  # a kernel: Note [Early kernels]
+            between.fill_(1.0)  # a kernel: Note [Early kernels]
             first = counters[0]()
             made = call.run(mine)
             ends.append((first, counters[0]()))
             counts.append(len(made))
             results += made
+        between.fill_(1.0)  # it waits for all nodes of the last call
         return results
 
     found = record(
@@ -234,8 +237,6 @@ class _Slice:
 def _slices(
     whole: Recording, calls: Sequence[LibraryCall], ends: Sequence[tuple[int, int]], counts: Sequence[int]
 ) -> list[_Slice]:
-    if not whole.order.is_chain:
-        raise NotComputableError("a library call runs on several streams")
     assert all(whole.nodes[first - 1].kind == "kernel" for first, _ in ends)
     libraries = [i for i, a in enumerate(whole.allocations) if a.library]
     taken = list(accumulate((len(call.operands) for call in calls), initial=0))
@@ -266,10 +267,12 @@ def _slices(
                 raise NotComputableError(f"{calls[at].event.function} returns an argument")
             outputs.append(output)
         steps = whole.steps[bisect.bisect_left(whole.steps, first) : bisect.bisect_right(whole.steps, end)]
-        odd = ((a - first, b - first, how) for a, b, how in whole.order.odd if first <= b < end)
+        order = whole.order.piece(first, end)
+        if order is None:
+            raise NotComputableError(f"{calls[at].event.function} is not over when the next call begins")
         recording = Recording(
             whole.nodes[first:end],
-            dataclasses.replace(chain(end - first), odd=tuple(odd)),
+            order,
             allocations,
             n_inputs,
             tuple(outputs),

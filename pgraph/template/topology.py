@@ -29,7 +29,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["Topology", "chain", "in_order", "topology"]
+__all__ = ["Topology", "chain", "forked", "in_order", "topology"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +42,15 @@ class Topology:
         joins: positions at which all paths meet, ascending; 0 and `n_nodes` are among them.
         odd: (before, after, how) of edges that are no plain ones: the after need not wait for all of the
             before's work; sorted.
+        links: where these are a piece of a graph that forks: (before, after) of nodes that wait for what
+            comes before the piece (-1), and of those that what comes after it (`n_nodes`) waits for; sorted.
     """
 
     n_nodes: int
     edges: tuple[tuple[int, int], ...]
     joins: tuple[int, ...]
     odd: tuple[tuple[int, int, bytes], ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
     def before(self, position: int) -> int:
         """The last join at or before a position."""
@@ -66,10 +69,49 @@ class Topology:
         """Whether there is one order only."""
         return len(self.joins) == self.n_nodes + 1
 
+    def piece(self, first: int, end: int) -> Topology | None:
+        """Of the nodes [first, end), between two nodes that are joins by themselves: all before `first` have
+        ended with the node before it, and none from `end` on begins ahead of that node. None where these
+        nodes and others run side by side.
+        """
+        if not {first - 1, first, end, end + 1}.issubset(self.joins):
+            return None
+        n = end - first
+        near = [(a - first, b - first) for a, b in self.edges if first - 1 <= a and b <= end]
+        odd = tuple((a - first, b - first, how) for a, b, how in self.odd if first <= b < end)
+        inner = tuple((a, b) for a, b in near if a >= 0 and b < n)
+        links = tuple((a, b) for a, b in near if a < 0 or b == n)
+        plain = chain(n)
+        if (inner, links) == (plain.edges, ((-1, 0), (n - 1, n))):
+            return dataclasses.replace(plain, odd=odd)
+        joins = tuple(join - first for join in self.joins if first <= join <= end)
+        return Topology(n, inner, joins, odd, links)
+
 
 def chain(n_nodes: int) -> Topology:
     """Nodes that run one after the other."""
     return Topology(n_nodes, tuple(pairwise(range(n_nodes))), tuple(range(n_nodes + 1)))
+
+
+def forked(n_nodes: int, pieces: Iterable[tuple[int, Topology]]) -> Topology:
+    """A chain but for these pieces, each with the number of its first node; ascending."""
+    edges: list[tuple[int, int]] = []
+    joins, tail, at = [0], list[int](), 0  # `tail`: what the next node waits for
+    for first, piece in (*pieces, (n_nodes, chain(0))):
+        for node in range(at, first):
+            edges += [(before, node) for before in tail]
+            joins.append(node + 1)
+            tail = [node]
+        last: list[int] = []
+        for a, b in (*piece.edges, *piece.links):
+            befores = tail if a < 0 else [first + a]
+            if b < piece.n_nodes:
+                edges += [(before, first + b) for before in befores]
+            else:
+                last += befores
+        joins += [first + join for join in piece.joins[1:]]
+        tail, at = sorted(last), first + piece.n_nodes
+    return Topology(n_nodes, tuple(sorted(edges)), tuple(dict.fromkeys(joins)))
 
 
 def in_order(n_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:

@@ -71,6 +71,18 @@ class OneRow(nn.Module):
         return x + self.layers(x.mean(0, keepdim=True))
 
 
+class Grouped(nn.Module):
+    """Convolutions of groups of channels. cuDNN runs their backward on several streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(16, 32, 3, padding=1, groups=4)
+        self.second = nn.Conv2d(32, 16, 3, padding=1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.view(-1, 16, 4, 4)).relu()).flatten(1)
+
+
 class Convolutions(nn.Module):
     """A batch of images whose number varies."""
 
@@ -92,6 +104,7 @@ MODELS = {
     "products, bf16": (Products, torch.bfloat16),
     "one row, bf16": (OneRow, torch.bfloat16),
     "convolutions, fp32": (Convolutions, torch.float32),
+    "grouped convolutions, fp32": (Grouped, torch.float32),
 }
 
 
