@@ -129,20 +129,22 @@ def test_products_that_do_not_wait_for_the_kernel_before(monkeypatch: pytest.Mon
     assert len(products.pop()) >= 3, "each product but one that comes first"
 
 
-@pytest.fixture(params=["alone", "beside another node"])
+@pytest.fixture(params=["streams of the call", "streams that go on"])
 def products_fork(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """As cuDNN records some calls: a product runs on a stream of its own, which is waited for at its end."""
+    """As cuDNN records some calls: a product runs beside another node, and both are waited for at its end.
+    Where its stream goes on, it also waits for the product before it."""
     real = HostSession._record
 
     def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
-        before = self._tail
+        before, product = self._tail, op.overloadpacket.__name__ == "mm"
+        if product and request.param == "streams that go on":
+            self._tail = tuple(dict.fromkeys((*before, *getattr(self, "latest", ()))))
         real(self, op, args, kwargs, fresh, positions)
-        if op.overloadpacket.__name__ == "mm":
-            product, self._tail = self._tail, before
-            if request.param != "alone":
-                read = args[0]
-                self._add("memcpy", "beside", (), [read.data_ptr(), read.data_ptr(), read.nbytes])
-            self._tail += product
+        if product:
+            self.latest, self._tail = self._tail, before
+            read = args[0]
+            self._add("memcpy", "beside", (), [read.data_ptr(), read.data_ptr(), read.nbytes])
+            self._tail += self.latest
 
     monkeypatch.setattr(HostSession, "_record", record)
 

@@ -178,9 +178,9 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
         self._add("kernel", name, (call, codes, "table"), [table])
 
     def by_last_visible_use(
-        driver: Any, a: Any, b: Any, slots: Any, kept: Any, shared: Any, slack: int
+        driver: Any, a: Any, b: Any, slots: Any, kept: Any, shared: Any, slack: int, shelf: Any
     ) -> Template:
-        template = honest(driver, a, b, slots, kept, shared, slack)
+        template = honest(driver, a, b, slots, kept, shared, slack, shelf)
         seen: dict[int, list[int]] = {}
         for s in template.slots:
             seen.setdefault(s.region, []).append(s.node)
@@ -190,7 +190,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             else r
             for r in template.regions
         )
-        plan = build._plan(a.order, regions, template.slots, shared, slack)
+        plan = build._plan(a.order, regions, template.slots, shared, slack, shelf)
         return dataclasses.replace(template, regions=regions, plan=plan)
 
     honest = build._template

@@ -40,6 +40,23 @@ def test_joins_are_where_all_paths_meet(graph: tuple[int, list[tuple[int, int]]]
     assert topology(n, edges).joins == brute_joins(n, edges)
 
 
+@given(graphs())
+def test_edges_that_others_imply_are_left_out(graph: tuple[int, list[tuple[int, int]]]) -> None:
+    n, edges = graph
+    longer = {(a, b): [(a, c, b) for c in range(a + 1, b)] for a, b in edges}
+    later = [{a} for a in range(n)]  # what each node is waited for by, at whatever remove
+    for a in reversed(range(n)):
+        later[a] = {a}.union(*(later[b] for first, b in edges if first == a))
+    told = [e for e in edges if not any(c in later[a] and b in later[c] for a, c, b in longer[e])]
+    whole = topology(n, edges)
+    assert whole.edges == tuple(told)
+    assert topology(n, told) == whole
+    odd = tuple((a, b, b"early") for a, b in edges[:1])
+    assert topology(n, edges, odd) == (
+        dataclasses.replace(whole, edges=tuple(edges), odd=odd) if odd else whole
+    )
+
+
 @given(graphs(), st.randoms(use_true_random=False))
 def test_any_order_of_the_driver_is_put_right(
     graph: tuple[int, list[tuple[int, int]]], chance: random.Random

@@ -258,7 +258,7 @@ def _template(
     kept_inputs: frozenset[int],
     mates: Sequence[tuple[int, int]],
     slack_bytes: int,
-    shelf: Shelf | None,
+    shelf: Shelf | None = None,
 ) -> Template:
     n = len(a.nodes)
     returned = {o.region for o in a.outputs if o.region is not None}

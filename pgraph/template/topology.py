@@ -19,6 +19,11 @@ nodes in. Suppose that the first p nodes of some valid order P all precede the o
 had recorded p nodes S at a boundary. If P were not S, some x in S would lie outside P and wait for some y
 in P that was recorded after the boundary; but a node waits for nodes only that were there when it was
 recorded.
+
+A library that has streams of its own leaves its last node of a call at the end of such a stream. Its next
+call, a thousand nodes later, waits for it once more, though everything does by then. So how a call is
+recorded by itself and how among others differ in edges that others imply. These are left out wherever orders
+are told. An odd edge implies nothing, and a graph with some is left as it is.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ class Topology:
     Args:
         n_nodes: how many there are.
         edges: (before, after) positions, before < after, sorted; of nodes that wait for one another directly.
+            Without odd ones there is none that others imply.
         joins: positions at which all paths meet, ascending; 0 and `n_nodes` are among them.
         odd: (before, after, how) of edges that are no plain ones: the after need not wait for all of the
             before's work; sorted.
@@ -135,7 +141,9 @@ def in_order(n_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None
     return order if len(order) == n_nodes else None
 
 
-def topology(n_nodes: int, edges: Iterable[tuple[int, int]]) -> Topology:
+def topology(
+    n_nodes: int, edges: Iterable[tuple[int, int]], odd: tuple[tuple[int, int, bytes], ...] = ()
+) -> Topology:
     """The joins of a graph whose nodes are numbered in a valid order.
 
     A position p is a join if every node below p that no other node below p waits for has an edge to every
@@ -160,7 +168,37 @@ def topology(n_nodes: int, edges: Iterable[tuple[int, int]]) -> Topology:
     beginnings = _counts(n_nodes, ((last_awaited[b] + 1, b) for b in range(n_nodes)))
     direct = _counts(n_nodes, ((max(a, last_awaited[b]) + 1, min(b, first_follower[a])) for a, b in found))
     inner = (p for p in range(1, n_nodes) if direct[p] == ends[p] * beginnings[p])
-    return Topology(n_nodes, found, tuple(dict.fromkeys((0, *inner, n_nodes))))
+    joins = tuple(dict.fromkeys((0, *inner, n_nodes)))
+    if not odd and len(found) >= len(joins) - 1:  # a chain has fewer
+        found = _telling(found, joins, first_follower, last_awaited)
+    return Topology(n_nodes, found, joins, odd)
+
+
+def _telling(
+    edges: Sequence[tuple[int, int]],
+    joins: Sequence[int],
+    first_follower: Sequence[int],
+    last_awaited: Sequence[int],
+) -> tuple[tuple[int, int], ...]:
+    """The edges that say something: no other path leads from the one node to the other.
+
+    Where there is a join between two nodes, a third one on either side of it is enough for another path.
+    """
+    found = []
+    implied: dict[int, int] = {}  # for each node since the last join: those that it waits for, as bits
+    start = 0
+    for a, b in sorted(edges, key=lambda edge: (edge[1], -edge[0])):
+        at = bisect_right(joins, b) - 1
+        if joins[at] != start:
+            start, implied = joins[at], {}
+        if a >= start:
+            told = bool(implied.get(b, 0) >> (a - start) & 1)
+            implied[b] = implied.get(b, 0) | implied.get(a, 0) | 1 << (a - start)
+        else:
+            told = first_follower[a] < start or last_awaited[b] >= joins[bisect_right(joins, a)]
+        if not told:
+            found.append((a, b))
+    return tuple(sorted(found))
 
 
 def _counts(n_nodes: int, spans: Iterable[tuple[int, int]]) -> Sequence[int]:

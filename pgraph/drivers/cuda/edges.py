@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
@@ -49,7 +48,7 @@ def ordered_nodes(graph: Any) -> tuple[list[int], Topology]:
     edges = [(place[a], place[b]) for a, b in edges]
     how = [bytes(data[i : i + 3]) for i in range(0, len(data), _DATA_BYTES)]
     odd = tuple(sorted((*edge, kind) for edge, kind in zip(edges, how, strict=True) if any(kind)))
-    return [nodes[position] for position in order], dataclasses.replace(topology(n, edges), odd=odd)
+    return [nodes[position] for position in order], topology(n, edges, odd)
 
 
 def add_odd(graph: int, edges: Sequence[tuple[int, int, bytes]]) -> None:
