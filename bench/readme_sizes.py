@@ -5,6 +5,7 @@ Not a program: `readme.py` imports it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import schema
@@ -80,11 +81,17 @@ def times(rows: list[Row]) -> str:
 def against(row: Row, rows: list[Row]) -> tuple[str, str]:
     """(the largest total over Inductor's at the same mark, and where; whether it is within the bound).
 
-    Only totals of one run are compared; where Inductor ran beside a backend, those of that run.
+    Only totals of one run are compared; where Inductor ran beside a backend, those of that run, as the median
+    of all programs that came so far (`again`).
     """
     beside = row.get("beside_ms")
     if beside and row["status"] == "ok":
-        return within(row["totals_ms"], beside, row["marks"])
+        programs = [row, *(row.get("again") or ())]
+        ratios: dict[int, list[float]] = {}
+        for one in programs:
+            for mark, mine, theirs in zip(one["marks"], one["totals_ms"], one["beside_ms"], strict=True):
+                ratios.setdefault(mark, []).append(mine / theirs)
+        return within([statistics.median(found) for found in ratios.values()], [1.0] * len(ratios), [*ratios])
     for other in rows:
         if other["backend"] != "inductor" or other is row or not together(row, other):
             continue

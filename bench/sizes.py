@@ -12,7 +12,7 @@ backend, each in a process of its own:
 * ``lengths``: training on lengths of 16 to 256, without cuDNN's attention, which plans anew for each length;
   ``lengths-flash``: with it. `totals_ms` after every 100 steps (`marks`).
 * ``lengths-beside``, ``lengths-flash-beside``: as these, and Inductor's code in turns in the same process
-  (`beside_ms`).
+  (`beside_ms`); before that, some shorter programs of the same steps (`again`).
 * ``lengths-seen``: training on 16 lengths, all of them warm.
 * ``turns``: inference, 16 lengths in turn. Beside the backends: ``replay``, a `torch.cuda.CUDAGraph` for each
   length, its input copied in; ``pgraph-static``, pgraph with ``dynamic=False`` for each length.
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         if one is None or (one["status"].startswith("timeout") and left < args.timeout):
             print("out of time: run it again with --resume")
             return path
-        hidden = (*schema.IDENTITY, "marks", "totals_ms", "beside_ms", "asked", "summary")
+        hidden = (*schema.IDENTITY, "marks", "totals_ms", "beside_ms", "again", "asked", "summary")
         shown = {k: v for k, v in one.items() if v is not None and k not in hidden}
         print(f"{spec.config} {spec.backend}: {shown}", flush=True)
         schema.write(path, [one], header)

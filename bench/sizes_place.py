@@ -13,6 +13,7 @@ uncompiled model's.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -192,6 +193,14 @@ class Place(uses_place.Place):
         if options and self.spec.backend == "pgraph":
             found["options"] |= options
         return found | {"dynamic": dynamic}
+
+    def forget(self) -> None:
+        """Have everything go that pgraph has captured so far, and its counters."""
+        if self.spec.backend == "pgraph":
+            import pgraph
+
+            gc.collect()
+            pgraph.reset()
 
     @property
     def reference(self) -> str:

@@ -10,10 +10,11 @@ import torch
 from backends import reset_compiled
 from host_speed import fast_core
 from sizes_place import Figures, Place, Size, on_host
-from sizes_run import Run, Tokens, apart, compiled, draw, llama, result, run, some, spaced
+from sizes_run import Run, Tokens, apart, compiled, draw, ended, llama, result, run, some, spaced
 from torch import Tensor
 
 PIECE = 10  # steps of each backend in turn, where two run beside one another
+AGAIN, EARLY = 4, 500  # so many programs before, of so many steps
 
 
 class Training:
@@ -156,39 +157,26 @@ class OwnTime:
         trial.clock = self
 
 
-def lengths_beside(place: Place, cudnn: bool) -> Figures:
-    """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
+def in_turns(
+    mine: Training, theirs: Training, count: int, clock: OwnTime, checked: Sequence[int] = ()
+) -> Run:
+    """So many steps of both, `PIECE` of each in turn.
 
-    Hosts differ from one minute to the next by more than the two do, and so do processes. A total is of all
-    pieces that have begun by its mark. The reference has run each length before: what libraries set up when
-    they first see one would be lost by whichever of the two comes first. And pgraph's clock stands still
-    while the reference runs: what captures may cost is a share of the time of pgraph's own program.
+    A total is of all pieces that have begun by its mark.
 
     Args:
-        cudnn: see `lengths_of`.
+        clock: stands still while `theirs` runs.
+        checked: of `mine`, to be looked at.
     """
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    size = place.size
-    count = place.spec.steps or size.steps
-    lengths = draw(place.spec.seed, *size.lengths, count)
-    other = Place(dataclasses.replace(place.spec, backend="inductor" if place.on_gpu else "aot_eager"))
-    both = Training(other, lengths, 1), Training(place, lengths)
-    for each in both:
-        warm = compiled(each.place, first_lengths(size), lambda length, each=each: each.on(0, length))
-    theirs, mine = both
-    for length in range(size.lengths[0], size.lengths[1] + 1):
-        theirs.on(0, length)
-    checked, mark = some(count, size.checked), min(size.mark, count)
+    place = mine.place
+    mark = min(place.size.mark, count)
     marks = [*range(mark, count, mark), count]
-    totals: dict[Training, list[float]] = {each: [0.0] for each in both}
+    totals: dict[Training, list[float]] = {each: [0.0] for each in (mine, theirs)}
     parts: list[tuple[int, float]] = []
-    clock = OwnTime()
-    if place.spec.backend == "pgraph":
-        clock.tells()
     with fast_core(place.on_gpu) as look:
         for turn, at in enumerate(range(0, count, PIECE)):
             end = min(at + PIECE, count)
-            for each in both if turn % 2 else both[::-1]:
+            for each in (theirs, mine) if turn % 2 else (mine, theirs):
                 began = time.perf_counter()
                 timed = run(
                     place,
@@ -205,8 +193,51 @@ def lengths_beside(place: Place, cudnn: bool) -> Figures:
                     parts += timed.parts
                 else:
                     clock.others += time.perf_counter() - began
-    at_marks = {each: [sums[-(-end // PIECE)] for end in marks] for each, sums in totals.items()}
-    found = result(place, Run(parts, marks, at_marks[mine]), 0, warm) | {"beside_ms": at_marks[theirs]}
+    at_marks = [[sums[-(-end // PIECE)] for end in marks] for sums in totals.values()]
+    return Run(parts, marks, *at_marks)
+
+
+def lengths_beside(place: Place, cudnn: bool) -> Figures:
+    """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
+
+    Hosts differ from one minute to the next by more than the two do, and so do processes. The reference has
+    run each length before: what libraries set up when they first see one would be lost by whichever of the
+    two comes first. And pgraph's clock stands still while the reference runs: what captures may cost is a
+    share of the time of pgraph's own program.
+
+    In the first seconds a core that is slow for a moment is all that would be seen. So some programs run
+    beforehand that end after `EARLY` steps (`again`), each with nothing captured.
+
+    Args:
+        cudnn: see `lengths_of`.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    size = place.size
+    count = place.spec.steps or size.steps
+    lengths = draw(place.spec.seed, *size.lengths, count)
+    other = Place(dataclasses.replace(place.spec, backend="inductor" if place.on_gpu else "aot_eager"))
+    theirs = Training(other, lengths, 1)
+    compiled(other, first_lengths(size), lambda length: theirs.on(0, length))
+    for length in range(size.lengths[0], size.lengths[1] + 1):
+        theirs.on(0, length)
+    clock = OwnTime()
+    if place.spec.backend == "pgraph":
+        clock.tells()
+    again: list[Figures] = []
+    for number in range(AGAIN):
+        shorter = Training(place, lengths, 2 + number)
+        compiled(place, first_lengths(size), lambda length, it=shorter: it.on(0, length))
+        timed = in_turns(shorter, theirs, min(EARLY, count), clock)
+        again.append({"marks": timed.marks, "totals_ms": timed.totals_ms, "beside_ms": timed.beside_ms})
+        del shorter
+        place.forget()
+    before = ended(place)
+    mine = Training(place, lengths)
+    warm = compiled(place, first_lengths(size), lambda length: mine.on(0, length))
+    timed = in_turns(mine, theirs, count, clock, some(count, size.checked))
+    found = result(place, timed, 0, warm) | {"beside_ms": timed.beside_ms, "again": again}
+    for key in ("launches", "uncaptured_runs"):
+        found[key] -= before[key]
     mine.compare()
     return found
 

@@ -69,8 +69,15 @@ def test_training_on_random_lengths(load: Any) -> None:
 
 
 def test_training_beside_the_reference(load: Any) -> None:
-    load("sizes_training").PIECE = 2
+    training = load("sizes_training")
+    training.PIECE, training.AGAIN, training.EARLY = 2, 1, 5
     found = measured(load, "lengths-beside", steps=9)
+    assert found["launches"] + found["uncaptured_runs"] == 2 * (9 + 5), (
+        "those of the other program are not in it"
+    )
+    (again,) = found["again"]
+    assert again["marks"] == [5]
+    assert [len(again[key]) for key in ("totals_ms", "beside_ms")] == [1, 1]
     adds_up(found)
     assert found["marks"] == [5, 9]
     assert len(found["beside_ms"]) == 2
@@ -80,6 +87,10 @@ def test_training_beside_the_reference(load: Any) -> None:
     against = load("readme_sizes").against
     row = table_row(load, "pgraph", totals_ms=[1030.0, 1900.0], beside_ms=[1000.0, 2000.0])
     assert against(row, [row]) == ("1.030 after 100", "no")
+    row["again"] = [
+        {"marks": [row["marks"][0]], "totals_ms": [ms], "beside_ms": [1000.0]} for ms in (990.0, 1010.0)
+    ]
+    assert against(row, [row]) == ("1.010 after 100", "yes"), "the median of three programs"
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
