@@ -73,7 +73,8 @@ def test_ci_ends_with_the_command_of_the_readme() -> None:
 
 
 def test_the_first_program_prints_what_is_shown() -> None:
-    """On the host driver, as the text above its output says; times and moved addresses vary."""
+    """On the host driver, as the text above its output says. Times and moved addresses vary; where a few
+    sets of addresses happen to take turns, each gets an exec of its own."""
     (program,), (shown,) = blocks("python"), blocks("text")[:1]
     assert "PGRAPH_DRIVER=host PGRAPH_CODEGEN=aten" in README
     environment = {**os.environ, "PGRAPH_DRIVER": "host", "PGRAPH_CODEGEN": "aten"}
@@ -85,6 +86,6 @@ def test_the_first_program_prints_what_is_shown() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
     def steady(text: str) -> str:
-        return re.sub(r"in [\d,]+ ms|[\d,]+ nodes rewritten", "N", text)
+        return re.sub(r"in [\d,]+ ms|[\d,]+ nodes rewritten|[\d,]+ B of execs", "N", text)
 
     assert steady(done.stdout) == steady(shown)
