@@ -195,7 +195,7 @@ class Place(uses_place.Place):
         return found | {"dynamic": dynamic}
 
     def forget(self) -> None:
-        """Have everything go that pgraph has captured so far, and its counters."""
+        """Have everything go that pgraph has captured so far."""
         if self.spec.backend == "pgraph":
             import pgraph
 
