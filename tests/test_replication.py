@@ -139,7 +139,7 @@ def test_sizes_in_turn_get_execs_of_their_own(places: None) -> None:
         after = pgraph.report()
         gone.append((after.rewritten_nodes - before.rewritten_nodes) / len(given))
     assert sorted(execs()) == [1, 2, 2, 2], "three have left the shared one, which is the fourth's now"
-    assert gone[6] > 4
+    assert gone[3] > 4
     assert gone[-1] <= 1, "each call has a result of its own"
 
 
@@ -149,7 +149,7 @@ def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
         assert (len(recipe.others), recipe.itself) == (1, False), "other grids take longer"
         assert replication.nbytes
         assert (replication.over, replication._sets, recipe.room) == (True, [], 0), "nothing is kept"
-    _, recipe = told(lambda count: count, shared=True, launches=5)
+    _, recipe = told(lambda count: count, shared=True, launches=3)
     assert not recipe.others, "hundreds of sizes may be launched a few times each"
 
 
