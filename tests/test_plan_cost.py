@@ -53,34 +53,49 @@ def test_20000_nodes_of_all_sizes_take_not_much_longer() -> None:
     assert plan.peak <= plan.eager_peak * 1.01
 
 
-@pytest.mark.parametrize("kind", ["layers", "few sizes", "all sizes"])
-def test_the_work_grows_with_the_nodes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes looked at for each node of the graph, over all packings and scans: no more in a longer graph."""
-    work = 0
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of one number: the nodes looked at, over all packings and scans."""
+    done = [0]
     pack, scan = Chain.pack, Chain._sure_end
 
     def counted_pack(self: Chain, a: int, b: int, limit: int | None) -> Packed:
-        nonlocal work
-        work += b - a
+        done[0] += b - a
         return pack(self, a, b, limit)
 
     def counted_scan(self: Chain, a: int, limit: int) -> int:
-        nonlocal work
         end = scan(self, a, limit)
-        work += end - a
+        done[0] += end - a
         return end
 
     monkeypatch.setattr(Chain, "pack", counted_pack)
     monkeypatch.setattr(Chain, "_sure_end", counted_scan)
+    return done
+
+
+@pytest.mark.parametrize("kind", ["layers", "few sizes", "all sizes"])
+def test_the_work_grows_with_the_nodes(kind: str, work: list[int]) -> None:
+    """Nodes looked at for each node of the graph: no more in a longer graph."""
     per_node = []
     for nodes in (5_000, 10_000, 20_000):
-        work = 0
+        work[0] = 0
         n, lives = long_program(kind, nodes)
         make_plan(n, lives)
-        per_node.append(work / n)
+        per_node.append(work[0] / n)
     assert per_node[0] >= 1
     assert max(per_node) <= 1.5 * per_node[0], per_node
     assert max(per_node) < 12, per_node
+
+
+def test_borders_of_hundreds_of_sizes_take_little_longer(work: list[int]) -> None:
+    """None of them fits, and most only do not at their ends."""
+    n, lives = long_program("layers", 5_000)
+    borders = make_plan(n, lives).borders
+    alone, work[0] = work[0], 0
+    known = [(*borders[:-2], borders[-3] + 1 + k, n) for k in range(300)]
+    plan = make_plan(n, lives, known=known)
+    assert plan.borders not in known
+    assert work[0] <= 20 * alone, work[0] / alone
 
 
 def test_the_seconds_grow_with_the_nodes() -> None:
