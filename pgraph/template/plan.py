@@ -13,6 +13,7 @@ The algorithm, for n nodes and r regions:
    on from the cut. Steps to the end are doubled, then halved, and a packing is given up once it passes
    the limit, so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
    (Up to `pgraph.template.packing.EXHAUSTIVE_NODES` nodes all ends are searched: the count is the minimum.)
+   Borders that another size has are taken where they do as well (`Chain.as_before`), and execs are shared.
 3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
    say after which chunk each is freed and each input released: O(n + r log r).
 
