@@ -152,6 +152,31 @@ def test_kernels_are_proved_one_by_one() -> None:
     assert slots_of(known, large(kernel(at(0), at(1), 64))) is not None
 
 
+def test_a_kernel_that_is_given_its_regions_in_several_ways() -> None:
+    """A product takes its operands in either order; and with a bias, or without."""
+    swapped = kernel(at(1), at(0), 64), (Slot(0, 0, 1, 0), Slot(0, 8, 0, 0))
+    without = kernel(at(0), 0, 64), (Slot(0, 0, 0, 0),)
+    known = proofs(*((large(one), (*slots, *SLOTS[2:])) for one, slots in (swapped, without)))
+    rest = two_each((1, 4096), (2, 0), (0, 64), (2, 0))
+    found = [
+        slots_of(known, large(kernel(*words, 1))) for words in ((at(0), at(1)), (at(1), at(0)), (at(0), 0))
+    ]
+    assert [slots and slots[:-4] for slots in found] == [SLOTS[:2], swapped[1], without[1]]
+    assert [slots and [s._replace(node=s.node - 1) for s in slots[-4:]] for slots in found] == [
+        list(rest)
+    ] * 3
+    assert slots_of(known, large(kernel(at(1), at(2), 1))) is None
+    many = [
+        (large(kernel(at(a), at(b), 1)), (Slot(0, 0, a, 0), Slot(0, 8, b, 0), *SLOTS[2:]))
+        for a, b in ((0, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+    ]
+    known = proofs(*many)
+    assert {len(ways) for nodes in known._known.values() for node in nodes for ways in node.values()} == {
+        1,
+        4,
+    }
+
+
 @pytest.mark.parametrize("delta", [-8, 1025])
 def test_kernels_that_are_given_addresses_outside_of_their_regions_prove_nothing(delta: int) -> None:
     known = Proofs()

@@ -10,7 +10,8 @@ are addresses of the same regions. One capture of a new size is enough if all of
 * The recording has as many nodes and regions as one that was proved, the nodes wait for one another in the
   same way, the regions are born at the same nodes, and the results come from the same regions.
 * Each node has a kernel, and a layout of parameters, that two captures proved there, at whatever size. (Sizes
-  choose kernels; a layout may lack a parameter that another size needs.)
+  choose kernels; a layout may lack a parameter that another size needs.) Where captures proved several ways
+  in which a kernel is given its regions, the words themselves tell which one it is.
 * Each word that is an address lies within the region that it belongs to, which is alive. How far into it is
   read, not computed.
 * No other word lies in the capture's ghosts or near them, nor in memory of the framework, but for the
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from collections.abc import Hashable, Sequence
 from typing import Final
 
@@ -38,10 +40,14 @@ from pgraph.template.template import Slot
 __all__ = ["Proofs"]
 
 _Words = tuple[tuple[int, int], ...]  # (offset, region) of each address among a node's parameters
-_Known = dict[Hashable, _Words]  # by kernel and layout
+_Known = dict[Hashable, tuple[_Words, ...]]  # by kernel and layout; the latest first
 
 _MOST: Final = 16
 """Structures that are remembered. A partition hardly has more than one or two."""
+
+_WAYS: Final = 4
+"""In which one kernel at one place may be given its regions. A product of cuBLAS takes its operands in either
+order, as they are laid out, and library calls of one function have their proofs in common."""
 
 _NEAR: Final = 1 << 30
 """Bytes. An address outside of its region is hardly further from it."""
@@ -77,7 +83,8 @@ class Proofs:
                 beyond.add(slot.node)
         for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
             if i not in beyond and not (node.kind == "kernel" and _points_elsewhere(node.name)):
-                known[_kind(node)] = tuple(words.get(i, ()))
+                mine, kind = tuple(words.get(i, ())), _kind(node)
+                known[kind] = (mine, *(other for other in known.get(kind, ()) if other != mine))[:_WAYS]
 
     def slots(
         self, recording: Recording, framework: RangeMap | None, constants: RangeMap
@@ -94,11 +101,23 @@ class Proofs:
             return None
         expected: dict[tuple[int, int], int] = {}  # by node and offset: a region
         for i, (node, known) in enumerate(zip(recording.nodes, nodes, strict=True)):
-            words = known.get(_kind(node))
-            if words is None:
+            ways = known.get(_kind(node))
+            if ways is None:
                 return None
+            inside = (words for words in ways if len(ways) == 1 or _inside(recording, node, words))
+            words = max(inside, key=len, default=ways[0])
             expected.update(((i, offset), region) for offset, region in words)
         return _slots(recording, expected, framework, constants)
+
+
+def _inside(recording: Recording, node: NodeRecord, words: _Words) -> bool:
+    """Whether these words lie in these regions. They are apart: of ways with the same words, one is right."""
+    for offset, region in words:
+        (value,) = struct.unpack_from("=Q", node.params, offset)
+        allocation = recording.allocations[region]
+        if not 0 <= value - allocation.address <= allocation.nbytes:
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)
