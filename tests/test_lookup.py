@@ -15,7 +15,6 @@ from support_native import CASE, FakeDevice, in_c, in_python, made
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from pgraph.launch import lookup as lookups
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, ValueGuard, lazy_bits
 from pgraph.launch.lookup import Lookup, Number, numbered
 from pgraph.launch.native import native_addresses
@@ -155,14 +154,17 @@ def test_a_lookup_after_another_is_as_one_from_nothing(
             assert mine.candidates(arguments) == anew.candidates(arguments)
 
 
-def test_tensors_of_what_was_there_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_is_not_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the hundredth size takes a hundred times as long to add as the first."""
     known = [Guards((TensorGuard(0, (n, 2), (2, 1), 15),)) for n in range(2, 100)]
-    before, asked = numbered(known), []
-    shape = lookups._shape
-    monkeypatch.setattr(lookups, "_shape", lambda guards: asked.append(guards) or shape(guards))
+    before, added = numbered(known), []
+    add = Lookup.add
+    monkeypatch.setattr(Lookup, "add", lambda self, *entry: added.append(entry) or add(self, *entry))
     numbered([*known, new := Guards((TensorGuard(0, (1, 2), (2, 1), 15),))], before)
-    assert asked == [new]
+    assert added == [(new, len(known))]
+    added.clear()
+    numbered([*known[1:], new], before)
+    assert len(added) == len(known), "the numbers of all have changed"
 
 
 def test_only_what_differs_is_read() -> None:

@@ -230,7 +230,8 @@ class _Evaluation:
 
     def wait(self, order: Topology, first: int) -> None:
         """Note how the nodes of a part wait that begins here: Note [Early kernels] in `sites.py`."""
-        alone = not self.forks or sum((self.forks[-1][0], self.forks[-1][1].n_nodes)) < first
+        begin, fork = self.forks[-1] if self.forks else (-1, chain(0))
+        alone = begin + fork.n_nodes < first  # the node before this part
         for before, after, how in order.odd:
             if before >= 0 or (first and alone and self.nodes[-1].kind == "kernel"):
                 self.odd.append((first + before, first + after, how))

@@ -68,21 +68,15 @@ class Part:
 class Lookup(Generic[T]):
     """Entries by their guards. Not safe to change while another thread reads.
 
-    Args:
-        before: a lookup of most of what will be added: looking at all tensors of each again is what takes
-            the time.
-
     Attributes:
         parts: of the key, found as entries come: one more whenever two would share a key that need not.
         entries: (guards, item) in the order in which they came.
     """
 
-    __slots__ = ("_before", "_buckets", "_shape", "_shapes", "entries", "parts")
+    __slots__ = ("_buckets", "_shape", "entries", "parts")
 
-    def __init__(self, before: Lookup[T] | None = None) -> None:
+    def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()
-        self._before = before._shapes if before is not None else {}
-        self._shapes: dict[int, Any] = {}  # of each entry's guards, by their ids
         self.entries: list[tuple[Guards, T]] = []
         self._buckets: dict[tuple[int, ...], tuple[tuple[Guards, T], ...]] = {}
         self._shape: Any = None  # which arguments are guarded; None while there is no entry
@@ -91,12 +85,9 @@ class Lookup(Generic[T]):
         """Have it found where these guards hold, after all that came before it."""
         entry = guards, item
         self.entries.append(entry)
-        shape = self._before.get(id(guards)) or _shape(guards)
         if self._shape is None:
-            self._shape = shape
-        same = shape is self._shape or shape == self._shape
-        self._shapes[id(guards)] = self._shape if same else shape
-        if not same:
+            self._shape = guards.shape
+        if self._shape != guards.shape:
             # No number need be there for all of them: one key for all.
             self._shape, self.parts = (), ()
             self._arrange()
@@ -112,7 +103,6 @@ class Lookup(Generic[T]):
     def discard(self, guards: Guards, item: T) -> None:
         """Have it found no more: the entry with these guards."""
         key = self.key(guards)
-        self._shapes.pop(id(guards), None)
         self.entries = [entry for entry in self.entries if entry[1] is not item]
         self._buckets[key] = tuple([entry for entry in self._buckets[key] if entry[1] is not item])
         if not self._buckets[key]:
@@ -133,12 +123,8 @@ class Lookup(Generic[T]):
         """Another one with these entries, to which further ones are added."""
         made = Lookup[T]()
         made.parts, made.entries = self.parts, list(self.entries)
-        made._shapes, made._buckets, made._shape = dict(self._shapes), dict(self._buckets), self._shape
+        made._buckets, made._shape = dict(self._buckets), self._shape
         return made
-
-    def arranged(self) -> None:
-        """All have come: let go of what was there before."""
-        self._before = {}
 
     def _arrange(self) -> None:
         self._buckets = {}
@@ -151,21 +137,15 @@ def numbered(all_guards: Iterable[Guards], before: Lookup[int] | None = None) ->
     """A lookup of the numbers of these guards.
 
     Args:
-        before: one of most of them.
+        before: if it is of the first of these, only the others are added.
     """
     guards = list(all_guards)
     known = [entry[0] for entry in before.entries] if before is not None else []
     further = before is not None and all(map(operator.is_, guards, known)) and len(known) <= len(guards)
-    lookup = before.copied() if before is not None and further else Lookup(before)
+    lookup = before.copied() if before is not None and further else Lookup[int]()
     for number in range(len(lookup.entries), len(guards)):
         lookup.add(guards[number], number)
-    lookup.arranged()
     return lookup
-
-
-def _shape(guards: Guards) -> Any:
-    tensors = tuple([(guard.position, len(guard.size)) for guard in guards.tensors])
-    return tensors, tuple([guard.position for guard in guards.values])
 
 
 def _difference(a: Guards, b: Guards) -> Part | None:
