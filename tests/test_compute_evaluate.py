@@ -15,6 +15,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
+from pgraph.compute.outline import Latest
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import Call, Run, Script, asks_for_offsets
 from pgraph.compute.sites import LibraryCall
@@ -364,7 +365,7 @@ def test_who_asks_for_offsets() -> None:
 def test_the_code_or_the_driver_asks_for_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def noted(script: Script, arguments: Any, alignments: Any, tools: Tools) -> str:
+    def noted(script: Script, arguments: Any, alignments: Any, tools: Tools, latest: Any) -> str:
         seen.append(tools.offsets)
         return "a recording"
 
@@ -538,16 +539,75 @@ def test_events_that_are_alike_are_evaluated_once(
     script = layers(*numbers)
     types: list[dict[int, Any]] = [{}, {}]
     launches = Launches(samples)
-    shared = Tools(launches.node, library, types[0], launches.sample)
+    shared, latest = Tools(launches.node, library, types[0], launches.sample), Latest()
     for n in (6, 9, 2, 4, 9):
         arguments, alignments = given(n)
         launches.made = 0
         found = without_addresses(evaluate(script, arguments, alignments, shared))
         assert launches.made == made
+        assert without_addresses(evaluate(script, arguments, alignments, shared, latest)) == found
+        assert launches.made == 2 * made
+        launches.made = made
         alone = Tools(launches.node, library, types[1])
         assert without_addresses(evaluate(script, arguments, alignments, alone)) == found
         assert launches.made == made + LAUNCHES
     assert types[0] == types[1]
+
+
+def test_libraries_that_choose_by_size() -> None:
+    """What is kept of one size is given for another one only as far as that is like it: here a call has more
+    nodes at some, other words at others, or a larger workspace."""
+    script, launches, latest = layers(*HALF), Launches({}), Latest()
+
+    def choosing(event: Call, arguments: Sequence[Any]) -> Proved:
+        recording, slots = library(event, arguments)
+        n = next(a.size[0] for a in arguments if isinstance(a, Operand))
+        if n % 2:
+            slots = (*slots[:-1], slots[-1]._replace(delta=n))
+        if n % 3 == 0:
+            slots = (Slot(0, 8, slots[0].region, 8), *slots)
+            nodes = (node_of("fill", [0, 0]), *recording.nodes[1:])
+            recording = dataclasses.replace(recording, nodes=nodes)
+        if n % 5 == 0:
+            *rest, workspace = recording.allocations
+            allocations = (*rest, dataclasses.replace(workspace, nbytes=2048))
+            recording = dataclasses.replace(recording, allocations=allocations)
+        if n > 6:
+            nodes = (*recording.nodes, node_of("another", [n]))
+            recording = dataclasses.replace(recording, nodes=nodes, order=chain(3), steps=(0, 1, 3))
+        return recording, tuple(slots)
+
+    shared = Tools(launches.node, choosing, {}, launches.sample)
+    told = set()
+    for n in (2, 4, 3, 6, 10, 5, 9, 15, 8, 2, 6, 15):
+        found = without_addresses(evaluate(script, *given(n), shared, latest))
+        assert without_addresses(evaluate(script, *given(n), Tools(launches.node, choosing, {}))) == found
+        told.add((len(found[0].nodes), len(found[1])))
+    assert len(told) > 3
+
+
+def test_arguments_that_are_alike_at_some_sizes_only() -> None:
+    """An input has the layout of another one at one size: that is no layout of its own there."""
+    body = """
+        n, x, y = args
+        args.clear()
+        a = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+        kernel.run(x, a, stream=0)
+        b = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+        kernel.run(y, b, stream=0)
+        return (a, b)
+        """
+    script, launches, latest = script_of(body, 6, torch.ones(6, 4), torch.ones(5, 4)), Launches({}), Latest()
+    shared = Tools(launches.node, library, {}, launches.sample)
+    made = []
+    for n in (4, 5, 4, 5, 7):
+        arguments: list[Any] = [n, torch.ones(n, 4), torch.ones(5, 4)]
+        launches.made = 0
+        found = without_addresses(evaluate(script, arguments, [256, 256], shared, latest))
+        made.append(launches.made)
+        alone = Tools(launches.node, library, {})
+        assert without_addresses(evaluate(script, arguments, [256, 256], alone)) == found
+    assert made == [2, 1, 2, 1, 2]
 
 
 def test_layouts_have_a_number_each() -> None:

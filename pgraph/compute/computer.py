@@ -19,7 +19,8 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
-from pgraph.compute.pieces import Latest, Proved, Tools
+from pgraph.compute.outline import Latest
+from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.trace import traced
@@ -182,7 +183,7 @@ class Computer:
         self._samples.clear()
         self._alike.clear()
         self._firsts.clear()
-        self._latest.clear()
+        self._latest = Latest()
         self._sites = Sites(self._driver)
 
     def _compared_enough(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
@@ -246,5 +247,5 @@ class Computer:
 
         sample = None if alone else lambda event: self._alike.get(event.number)
         offsets = script.offsets or self._driver.tells_offsets
-        tools = Tools(node, site, self._types, sample, self._latest, offsets, record)
-        return evaluate(script, inputs, alignments, tools)
+        tools = Tools(node, site, self._types, sample, offsets, record)
+        return evaluate(script, inputs, alignments, tools, self._latest)

@@ -3,173 +3,158 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from pgraph.compute.alike import Kind
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.pieces import Part, Proved, Range, Tools
-from pgraph.compute.script import Call, Check, Drop, Figure, Host, Make, Place, Run, Script, Sort, View
+from pgraph.compute.outline import Latest, Outline
+from pgraph.compute.pieces import Part, Proved, Tools
+from pgraph.compute.script import Call, Check, Figure, Host, Make, Place, Run, Script, View
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
-from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
-from pgraph.template.topology import Topology, chain, forked
+from pgraph.template.recording import OutputSpec, Recording
 
 __all__ = ["evaluate"]
 
-_BASE = 1 << 40  # addresses only tell how far apart things lie within one allocation
-_AHEAD = 1 << 60  # of memory that is not there yet
-_GAP = 1 << 20
-
-_ROUNDS = 16
+_BASE: Final = 1 << 60  # addresses only tell which operands are one, and how they are aligned
+_APART: Final = 1 << 40
+_ROUNDS: Final = 16
 """In one go all library calls are recorded, unless the layout of a result is not known before."""
+
+_NOTHING: Final = Part()
 
 
 class _Evaluation:
-    """One evaluation.
+    """One evaluation: each kind of event adds a part, and an outline tells what becomes of them.
 
-    Layers of a model are alike: of their events, all but the first differ only in which memory they name. So
-    layouts have numbers, and what an event makes of tensors of some layouts is kept for all that are like it.
+    Layouts have numbers. What an event makes of tensors of some layouts is kept for other kinds that come
+    to the same.
     """
 
-    def __init__(self, script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools):
+    def __init__(
+        self,
+        script: Script,
+        arguments: Sequence[Any],
+        alignments: Sequence[int],
+        tools: Tools,
+        latest: Latest,
+    ):
         script.require(arguments)
         values = script.tape.replay(arguments)
         if values is None:
             raise NotComputableError("the generated code goes another way for these sizes")
-        self.script, self.arguments, self.values, self.tools = script, arguments, values, tools
-        self.position = _BASE
-        self.ranges: list[Range] = []
-        self.nodes: list[NodeRecord] = []
-        self.slots: list[tuple[int, int, int, int]] = []  # node, byte, range, how far into it
-        self.odd: list[tuple[int, int, bytes]] = []  # edges
-        self.forks: list[tuple[int, Topology]] = []  # first nodes of pieces that fork
+        self.script, self.arguments, self.values = script, arguments, values
+        self.tools, self.latest = tools, latest
         self.layouts = Layouts(tools.offsets)
-        self.viewed: dict[tuple[int | None, int], int | None] = {}  # layouts of views
-        self.range_of: list[int | None] = [None] * script.memories  # of what the program holds
-        self.layout_of: list[int | None] = [None] * script.memories
-        self.constants: dict[int, OutputSpec] = {}  # by memory: they have neither
-        self.made: dict[int | None, tuple[int, int]] = {}  # bytes and layout, by sort
-        self.parts: dict[Hashable, Part | None] = {}  # None if it was asked for in vain
-        self.checked: set[Hashable] = set()
-        self.workspaces: dict[int, int] = {}  # ranges of libraries, by bytes
-        self.dropped: list[int] = []
-        self.steps: set[int] = set()
-        self.at = self.rounds = 0  # the event; how often library calls were recorded
-        given: dict[Hashable, tuple[int, int]] = {}  # bytes and layout: weights of all layers are alike
-        for memory, (position, alignment) in enumerate(zip(script.inputs, alignments, strict=True)):
-            tensor = arguments[position]
-            if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
-                raise NotComputableError(f"argument {position} is a lazy view")
-            told = tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
-            phase = alignment % ALIGNMENT
-            found = given.get((told, phase))
-            if found is None:
-                size, stride, dtype, _ = told
-                nbytes = extent(size, stride) * dtype.itemsize
-                found = given[told, phase] = nbytes, self.layouts.number(*told, 0, phase)
-            nbytes, self.layout_of[memory] = found
-            self.range_of[memory] = self.range(nbytes, 0, phase)
+        self.phases: list[int] = []  # of inputs: bytes from an aligned address
+        self.inputs: list[int] = []  # bytes of each
+        self.extents: dict[int, int] = {}  # bytes, by layout: weights of all layers are alike
+        layouts = tuple(map(self.given, script.inputs, alignments))
+        self.kinds = latest.kinds(script, layouts, tools.sample)
+        self.layout_of: list[int | None] = [None] * self.kinds.origins
+        for memory, layout in enumerate(layouts):
+            self.layout_of[self.kinds.of_memory[memory]] = layout
+        self.viewed: dict[tuple[int, int], int] = {}  # layouts of views, by that of the base
+        self.constants: dict[int, OutputSpec] = {}  # by origin: they have no layout
+        self.made: list[int] = []  # bytes, by kind of event
+        self.parts: list[Part] = []  # by kind of event
+        self.known: dict[Hashable, Part | None] = {}  # None if it was asked for in vain
+        self.nodes = self.rounds = 0  # how many so far; how often library calls were recorded
 
-    def range(self, nbytes: int, birth: int, phase: int = 0) -> int:
-        address = self.position + phase
-        self.position += -(-(nbytes + phase) // _GAP) * _GAP + _GAP
-        self.ranges.append(Range(address, nbytes, birth))
-        return len(self.ranges) - 1
+    def given(self, position: int, alignment: int) -> int:
+        """The layout of an input."""
+        tensor = self.arguments[position]
+        if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
+            raise NotComputableError(f"argument {position} is a lazy view")
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        phase = alignment % ALIGNMENT
+        layout = self.layouts.number(size, stride, dtype, int(tensor.storage_offset()), 0, phase)
+        nbytes = self.extents.get(layout)
+        if nbytes is None:
+            nbytes = self.extents[layout] = extent(size, stride) * dtype.itemsize
+        self.phases.append(phase)
+        self.inputs.append(nbytes)
+        return layout
 
-    def boundary(self) -> int:
-        """Note deaths up to now, as the recorder of a capture does."""
-        count = len(self.nodes)
-        self.steps.add(count)
-        for r in self.dropped:
-            self.ranges[r].death = count
-        self.dropped.clear()
-        return count
-
-    # -- events -------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        steps: dict[type, Callable[[Any, Sort], None]] = {
+        """Tell the part of each kind of event."""
+        steps: dict[type, Callable[[Any, Kind], Part]] = {
             Make: self.make,
             Run: self.run,
             Call: self.call,
             Check: self.check,
-            Drop: self.drop,
         }
-        events = zip(self.script.events, self.script.sorts, strict=True)
-        for self.at, (event, sort) in enumerate(events):
-            steps[type(event)](event, sort)
+        for kind in self.kinds.all:
+            event = self.script.events[kind.first]
+            self.made.append(0)
+            part = steps[type(event)](event, kind)
+            self.parts.append(part)
+            self.nodes += len(part.nodes)
 
-    def make(self, event: Make, sort: Sort) -> None:
-        nbytes, self.layout_of[event.memory] = self.sized(event, sort)
-        self.range_of[event.memory] = self.range(nbytes, self.boundary())
-
-    def sized(self, event: Make, sort: Sort) -> tuple[int, int]:
-        """Bytes and layout."""
-        made = self.made.get(sort.number)
-        if made is None:
-            made = self.made[sort.number] = self.whole(event.size, event.stride, event.dtype)
-        return made
+    def make(self, event: Make, kind: Kind) -> Part:
+        self.made[-1], self.layout_of[kind.results[0]] = self.whole(event.size, event.stride, event.dtype)
+        return _NOTHING
 
     def whole(self, of_size: tuple[int, ...], of_stride: tuple[int, ...], dtype: Any) -> tuple[int, int]:
         """Bytes and layout of a tensor that has memory for itself."""
         size, stride = self.numbers(of_size), self.numbers(of_stride)
         return extent(size, stride) * dtype.itemsize, self.layouts.number(size, stride, dtype)
 
-    def run(self, event: Run, sort: Sort) -> None:
-        layouts = self.told(sort)
-        like = self.tools.sample
-        sample = like(event) if like is not None else None
-        key = (sort.number, sample, *layouts)
-        part = self.parts.get(key)
-        if part is None or sample is None or sort.number is None:
-            part = self.parts[key] = self.launched(event, sort, layouts)
-        self.add(part, sort)
+    def run(self, event: Run, kind: Kind) -> Part:
+        layouts = self.told(kind)
+        sample = self.tools.sample(event) if self.tools.sample is not None else None
+        number = self.script.sorts[kind.first].number
+        if sample is None or number is None:
+            return self.launched(event, layouts)
+        key = number, sample, *layouts
+        part = self.known.get(key)
+        if part is None:
+            part = self.known[key] = self.launched(event, layouts)
+        return part
 
-    def launched(self, event: Run, sort: Sort, layouts: Sequence[int]) -> Part:
-        arguments, tensors = self.given(event, sort, layouts)
-        node, addresses = self.tools.node(len(self.nodes), event, arguments)
+    def launched(self, event: Run, layouts: Sequence[int]) -> Part:
+        arguments, tensors = self.given_to(event, layouts)
+        node, addresses = self.tools.node(self.nodes, event, arguments)
         # All but constants, which stay where they are.
         found = [(byte, tensors[at]) for byte, at in addresses if at in tensors]
         return Part((node,), tuple([(0, byte, i, self.layouts.known[layouts[i]].into) for byte, i in found]))
 
-    def call(self, event: Call, sort: Sort) -> None:
-        layouts = self.told(sort)
-        part = self.parts.get((sort.number, *layouts)) if self.alike(sort) else None
+    def call(self, event: Call, kind: Kind) -> Part:
+        layouts = self.told(kind)
+        key = self.script.sorts[kind.first].number, *layouts
+        part = self.known.get(key) if self.alike(kind) else None
         if part is None:
-            part = self.parts[(sort.number, *layouts)] = self.known(event, sort, layouts)
-        first = self.boundary()
-        made = self.add(part, sort)
-        self.steps.update([first + step for step in part.steps])
-        for memory, result in zip(event.results, part.results, strict=True):
+            part = self.known[key] = self.recorded(event, kind, layouts)
+        for origin, result in zip(kind.results, part.results, strict=True):
             if isinstance(result, OutputSpec):
-                self.constants[memory], self.layout_of[memory] = result, None
-                continue
-            at, layout = result
-            self.range_of[memory], self.layout_of[memory] = made[at], layout
-            self.tools.types[memory] = self.layouts.known[layout].dtype
-        self.boundary()
+                self.constants[origin], self.layout_of[origin] = result, None
+            else:
+                _, self.layout_of[origin] = result
+        return part
 
-    def alike(self, sort: Sort) -> bool:
+    def alike(self, kind: Kind) -> bool:
         """Whether a call may be the same as another one."""
-        return sort.number is not None and self.tools.sample is not None
+        return self.script.sorts[kind.first].number is not None and self.tools.sample is not None
 
-    def known(self, event: Call, sort: Sort, layouts: Sequence[int]) -> Part:
+    def recorded(self, event: Call, kind: Kind, layouts: Sequence[int]) -> Part:
         """The part of a library call. If it is not known it is recorded, together with those to come."""
-        part = self.called(event, sort, layouts)
+        part = self.called(event, layouts)
         if part is None and self.tools.record is not None and self.rounds < _ROUNDS:
             self.rounds += 1
-            self.look_ahead(event)
+            self.look_ahead(kind)
             self.tools.record()
-            part = self.called(event, sort, layouts)
+            part = self.called(event, layouts)
         if part is None:
             raise NotComputableError("library calls depend on one another in ways that cannot be told")
         return part
 
-    def called(self, event: Call, sort: Sort, layouts: Sequence[int]) -> Part | None:
-        arguments, tensors = self.given(event, sort, layouts)
+    def called(self, event: Call, layouts: Sequence[int]) -> Part | None:
+        arguments, tensors = self.given_to(event, layouts)
         known = self.tools.site(event, arguments)
         if known is None:
             return None
@@ -186,70 +171,40 @@ class _Evaluation:
         order = site.order if site.order.links or site.order.odd else None
         return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results), order)
 
-    def look_ahead(self, call: Call) -> None:
+    def look_ahead(self, kind: Kind) -> None:
         """Ask for the library calls after this one, as far as their arguments' layouts are told before."""
-        later = slice(self.at + 1, None)
         with contextlib.suppress(NotComputableError):
-            self.foretell(call.results, None)
-            for event, sort in zip(self.script.events[later], self.script.sorts[later], strict=True):
+            self.foretell(kind, None)
+            for later in self.kinds.all[len(self.parts) + 1 :]:
+                event = self.script.events[later.first]
                 if isinstance(event, Make):
-                    self.layout_of[event.memory] = self.sized(event, sort)[1]
+                    found = self.whole(event.size, event.stride, event.dtype)
+                    self.layout_of[later.results[0]] = found[1]
                 elif isinstance(event, Call):
-                    self.foretell(event.results, self.asked(event, sort))
+                    self.foretell(later, self.asked(event, later))
 
-    def asked(self, event: Call, sort: Sort) -> Part | None:
+    def asked(self, event: Call, kind: Kind) -> Part | None:
         """The part of a call to come; None if that, or the layout of an argument, is not known."""
-        layouts = self.layouts_of(sort)
-        if None in layouts:
+        layouts = [self.layout(origin) for origin in kind.tensors]
+        told = [layout for layout in layouts if layout is not None]
+        if len(told) < len(layouts):
             return None
-        key = (sort.number, *layouts)
-        if key not in self.parts or not self.alike(sort):
-            self.parts[key] = self.called(event, sort, layouts)
-        return self.parts[key]
+        key = self.script.sorts[kind.first].number, *told
+        if key not in self.known or not self.alike(kind):
+            self.known[key] = self.called(event, told)
+        return self.known[key]
 
-    def foretell(self, results: Sequence[int], part: Part | None) -> None:
+    def foretell(self, kind: Kind, part: Part | None) -> None:
         """The layouts of a call's results: as it is known, or as the generated code tells them."""
-        for i, memory in enumerate(results):
+        event = self.script.events[kind.first]
+        assert isinstance(event, Call)
+        for i, (memory, origin) in enumerate(zip(event.results, kind.results, strict=True)):
             found = part.results[i] if part is not None else None
             layout, dtype = self.script.layouts.get(memory), self.tools.types.get(memory)
             if isinstance(found, tuple):
-                self.layout_of[memory] = found[1]
+                self.layout_of[origin] = found[1]
             elif found is None and layout is not None and dtype is not None:
-                self.layout_of[memory] = self.whole(*layout, dtype)[1]
-
-    def add(self, part: Part, sort: Sort) -> list[int]:
-        """The ranges of its allocations."""
-        first = len(self.nodes)
-        made = [self.adopted(a, first) for a in part.allocations] if part.allocations else []
-        ranges: list[Any] = [self.range_of[memory] for memory, _ in sort.tensors] + made
-        self.slots += [(first + node, byte, ranges[which], into) for node, byte, which, into in part.words]
-        if part.order is not None:
-            self.wait(part.order, first)
-        self.nodes += part.nodes
-        return made
-
-    def wait(self, order: Topology, first: int) -> None:
-        """Note how the nodes of a part wait that begins here: Note [Early kernels] in `sites.py`."""
-        begin, fork = self.forks[-1] if self.forks else (-1, chain(0))
-        alone = begin + fork.n_nodes < first  # the node before this part
-        for before, after, how in order.odd:
-            if before >= 0 or (first and alone and self.nodes[-1].kind == "kernel"):
-                self.odd.append((first + before, first + after, how))
-            elif first:
-                raise NotComputableError("a library call that begins early follows a copy, a fill or a fork")
-        if order.links:
-            self.forks.append((first, order))
-
-    def adopted(self, allocation: GhostAllocation, first: int) -> int:
-        """The range of an allocation of a library call. A library keeps one workspace for all calls."""
-        if allocation.library and allocation.nbytes in self.workspaces:
-            return self.workspaces[allocation.nbytes]
-        r = self.range(allocation.nbytes, first + allocation.birth)
-        self.ranges[r].death = first + allocation.death if allocation.death is not None else None
-        if allocation.library:
-            self.ranges[r].library = True
-            self.workspaces[allocation.nbytes] = r
-        return r
+                self.layout_of[origin] = self.whole(*layout, dtype)[1]
 
     def result(self, spec: OutputSpec, n_inputs: int) -> tuple[int, int] | OutputSpec:
         if spec.region is None and spec.input is None:
@@ -263,50 +218,44 @@ class _Evaluation:
         number = self.layouts.number(layout.size, layout.stride, layout.dtype, offset, layout.offset)
         return spec.region - n_inputs, number
 
-    def check(self, event: Check, sort: Sort) -> None:
-        (layout,) = self.layouts_of(sort)
-        key = sort.number, layout
-        if key in self.checked:
-            return
-        spec = self.constants.get(event.tensor.memory)
-        if spec is not None and isinstance(spec.constant, torch.Tensor) and event.tensor.size is None:
+    def check(self, event: Check, kind: Kind) -> Part:
+        (origin,) = kind.tensors
+        spec = self.constants.get(origin)
+        if spec is not None and isinstance(spec.constant, torch.Tensor):
             # Seeds, too: see Note [Seeds of attention].
             of_size, of_stride = tuple(spec.constant.size()), tuple(spec.constant.stride())
         else:
-            found = self.layouts.known[self.told(sort)[0]]
+            found = self.layouts.known[self.told(kind)[0]]
             of_size, of_stride = found.size, found.stride
         size, stride = self.numbers(event.size), self.numbers(event.stride)
         strides = zip(size, of_stride, stride, strict=False)
         if of_size != size or not all(a == b for n, a, b in strides if n > 1):
             raise NotComputableError("a tensor is laid out otherwise than the generated code expects")
-        if layout is not None:
-            self.checked.add(key)
-
-    def drop(self, event: Drop, _: Sort) -> None:
-        r = self.range_of[event.memory]
-        if r is not None:
-            self.dropped.append(r)
+        return _NOTHING
 
     # -- values -------------------------------------------------------------------------------
 
     def numbers(self, places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple([self.values[place] for place in places])
 
-    def layouts_of(self, sort: Sort) -> list[Any]:
-        """Of the tensors among an event's arguments; None for a constant, and for what is not known."""
-        of, viewed = self.layout_of, self.viewed
-        found = [of[m] if v is None else viewed.get((of[m], v), -1) for m, v in sort.tensors]
-        if -1 in found:
-            for i, (memory, view) in enumerate(sort.tensors):
-                base = of[memory]
-                if found[i] == -1 and view is not None:
-                    found[i] = None if base is None else self.view(base, self.script.views[view])
-                    viewed[base, view] = found[i]
+    def layout(self, origin: int) -> int | None:
+        """The number of a layout; None for a constant, and for what is not known."""
+        view = self.kinds.views.get(origin)
+        if view is None:
+            return self.layout_of[origin]
+        base = self.layout(view[0])
+        if base is None:
+            return None
+        key = base, view[1]
+        found = self.viewed.get(key)
+        if found is None:
+            found = self.viewed[key] = self.view(base, self.script.views[view[1]])
         return found
 
-    def told(self, sort: Sort) -> list[int]:
-        found = self.layouts_of(sort)
-        if None in found:
+    def told(self, kind: Kind) -> list[int]:
+        """Layouts of the tensors among an event's arguments."""
+        found = [layout for layout in map(self.layout, kind.tensors) if layout is not None]
+        if len(found) < len(kind.tensors):
             raise NotComputableError("a result that a library did not give is used")
         return found
 
@@ -314,9 +263,7 @@ class _Evaluation:
         size, stride, offset = view
         return self.layouts.view(base, self.numbers(size), self.numbers(stride), self.values[offset])
 
-    def given(
-        self, event: Run | Call, sort: Sort, layouts: Sequence[int]
-    ) -> tuple[list[Any], dict[int, int]]:
+    def given_to(self, event: Run | Call, layouts: Sequence[int]) -> tuple[list[Any], dict[int, int]]:
         """The arguments of an event, and for each that is a tensor its number among the tensors."""
         found: list[Any] = []
         tensors: dict[int, int] = {}
@@ -329,9 +276,8 @@ class _Evaluation:
         return found, tensors
 
     def operand(self, memory: int, layout: int) -> Operand:
-        r = self.range_of[memory]
-        address = self.ranges[r].address if r is not None else _AHEAD + memory * _GAP
-        return self.layouts.known[layout].at(address)
+        phase = self.phases[memory] if memory < len(self.phases) else 0
+        return self.layouts.known[layout].at(_BASE + memory * _APART + phase)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, Figure):
@@ -340,24 +286,34 @@ class _Evaluation:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def recording(self) -> Proved:
-        self.boundary()
-        n_inputs = len(self.script.inputs)
-        later = sorted(range(n_inputs, len(self.ranges)), key=lambda r: self.ranges[r].birth)
-        order = [*range(n_inputs), *later]
-        region = {r: i for i, r in enumerate(order)}
-        allocations = self.tools.latest.allocations([self.ranges[r] for r in order])
-        words = [(node, offset, region[r], into) for node, offset, r, into in sorted(self.slots)]
-        slots = self.tools.latest.slots(words)
-        results = [self.output(i, leaf, region) for i, leaf in enumerate(self.script.results)]
-        outputs = self.tools.latest.outputs(results)
-        steps, nodes = tuple(sorted(self.steps)), tuple(self.nodes)
-        waits = forked(len(nodes), self.forks) if self.forks else chain(len(nodes))
-        waits = dataclasses.replace(waits, odd=tuple(self.odd))
-        recording = Recording(nodes, waits, allocations, n_inputs, outputs, (0, 0), None, steps=steps)
-        return recording, slots
+    def note_types(self) -> None:
+        """Note the types of the results of library calls."""
+        for event in self.script.events:
+            for memory in event.results if isinstance(event, Call) else ():
+                layout = self.layout_of[self.kinds.of_memory[memory]]
+                if memory not in self.tools.types and layout is not None:
+                    self.tools.types[memory] = self.layouts.known[layout].dtype
 
-    def output(self, position: int, leaf: Any, region: dict[int, int]) -> OutputSpec | tuple[Any, ...]:
+    def recording(self) -> Proved:
+        outline = self.latest.outline(self.script, self.kinds, self.parts)
+        allocations = outline.allocations(self.parts, self.inputs, self.made)
+        nbytes = [a.nbytes for a in allocations]
+        rows = [self.output(i, leaf, outline, nbytes) for i, leaf in enumerate(self.script.results)]
+        recording = Recording(
+            outline.nodes(self.parts),
+            outline.order,
+            allocations,
+            len(self.inputs),
+            self.latest.outputs(rows),
+            (0, 0),
+            None,
+            steps=outline.steps,
+        )
+        return recording, outline.slots(self.parts)
+
+    def output(
+        self, position: int, leaf: Any, outline: Outline, nbytes: Sequence[int]
+    ) -> OutputSpec | tuple[Any, ...]:
         """A constant; or the number among the allocations, the one among the inputs, the layout, and which
         result it is once more.
         """
@@ -365,35 +321,44 @@ class _Evaluation:
             return OutputSpec(constant=self.arguments[leaf.position], unread=True)
         if not isinstance(leaf, Place):
             return OutputSpec(constant=self.argument(leaf))
-        if leaf.memory in self.constants:
-            return self.constants[leaf.memory]
-        r = self.range_of[leaf.memory]
-        assert r is not None
-        is_input = r < len(self.script.inputs)
+        origin = self.kinds.of_memory[leaf.memory]
+        if origin in self.constants:
+            return self.constants[origin]
+        region = outline.region[leaf.memory]
+        assert region is not None
+        is_input = region < len(self.inputs)
         if is_input and leaf.size is None:
-            return None, r, None, None
-        number = self.layout_of[leaf.memory]
+            return None, region, None, None
+        number = self.layout_of[origin]
         assert number is not None
         if leaf.size is not None and leaf.stride is not None and leaf.offset is not None:
             number = self.view(number, (leaf.size, leaf.stride, leaf.offset))
         found = self.layouts.known[number]
-        layout = found.size, found.stride, found.dtype, found.into if self.ranges[r].nbytes else 0
+        layout = found.size, found.stride, found.dtype, found.into if nbytes[region] else 0
         if is_input:
-            return None, r, layout, None
+            return None, region, layout, None
         first = self.script.identities[position]
-        return region[r], None, layout, first if first < position else None
+        return region, None, layout, first if first < position else None
 
 
-def evaluate(script: Script, arguments: Sequence[Any], alignments: Sequence[int], tools: Tools) -> Proved:
+def evaluate(
+    script: Script,
+    arguments: Sequence[Any],
+    alignments: Sequence[int],
+    tools: Tools,
+    latest: Latest | None = None,
+) -> Proved:
     """The recording of a partition at certain sizes, without a graph, and its slots.
 
     Args:
         arguments: of a call; of tensors only the layout is read.
         alignments: bytes, a power of two for each input.
+        latest: what other evaluations of this script left.
 
     Raises:
         NotComputableError: these sizes have to be captured.
     """
-    evaluation = _Evaluation(script, arguments, alignments, tools)
+    evaluation = _Evaluation(script, arguments, alignments, tools, latest or Latest())
     evaluation.follow()
+    evaluation.note_types()
     return evaluation.recording()

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgraph.compute.script import Call, Run
-from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import Topology
 
-__all__ = ["Latest", "Part", "Proved", "Range", "Tools"]
+__all__ = ["Form", "Part", "Proved", "Tools"]
 
 Proved = tuple[Recording, tuple[Slot, ...]]
 """A recording and its slots."""
 
 
-@dataclasses.dataclass(slots=True)
-class Range:
-    """An allocation."""
+class Form(NamedTuple):
+    """All of a part but numbers that differ from size to size. What must agree for one outline to be right.
 
-    address: int
-    nbytes: int
-    birth: int
-    death: int | None = None
-    library: bool = False
+    Args:
+        kinds: of the nodes.
+        words: node, byte, which range.
+        allocations: birth, death, and the bytes of a library's; None for others.
+        results: which allocation; None for a constant.
+        order, steps: as a `Part` has them.
+    """
+
+    kinds: tuple[str, ...] = ()
+    words: tuple[tuple[int, int, int], ...] = ()
+    allocations: tuple[tuple[int, int | None, int | None], ...] = ()
+    results: tuple[int | None, ...] = ()
+    order: Topology | None = None
+    steps: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,44 +47,35 @@ class Part:
         results: which allocation, and the number of the layout; or a constant.
         order: of its nodes, a piece of the whole; None for a chain of which nothing more is to be told. In
             `odd` the node before the first is -1.
+
+    Attributes:
+        form: of it.
+        distances: how far into its range each word leads.
+        sizes: bytes of its allocations.
     """
 
-    nodes: tuple[NodeRecord, ...]
-    words: tuple[tuple[int, int, int, int], ...]
+    nodes: tuple[NodeRecord, ...] = ()
+    words: tuple[tuple[int, int, int, int], ...] = ()
     allocations: tuple[GhostAllocation, ...] = ()
     steps: tuple[int, ...] = ()
     results: tuple[tuple[int, int] | OutputSpec, ...] = ()
     order: Topology | None = None
+    form: Form = dataclasses.field(init=False, compare=False)
+    distances: tuple[int, ...] = dataclasses.field(init=False, compare=False)
+    sizes: tuple[int, ...] = dataclasses.field(init=False, compare=False)
 
-
-class Latest:
-    """Facts of the latest recording of a script: most of those of the next are equal, and not made."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Sequence[Any], Sequence[Any]]] = {}
-
-    def allocations(self, ranges: Sequence[Range]) -> tuple[GhostAllocation, ...]:
-        rows = [(r.address, r.nbytes, r.birth, r.death, 0, r.library) for r in ranges]
-        return self._made(GhostAllocation, rows)
-
-    def slots(self, rows: Sequence[tuple[int, int, int, int]]) -> tuple[Slot, ...]:
-        return self._made(Slot, rows)
-
-    def outputs(self, rows: Sequence[OutputSpec | tuple[Any, ...]]) -> tuple[OutputSpec, ...]:
-        """Rows are as `_output` takes them; constants stand for themselves."""
-        made = iter(self._made(_output, [row for row in rows if isinstance(row, tuple)]))
-        return tuple([next(made) if isinstance(row, tuple) else row for row in rows])
-
-    def clear(self) -> None:
-        self._known.clear()
-
-    def _made(self, kind: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What the function makes of each row."""
-        told, known = self._known.get(kind, ((), ()))
-        found = [old if row == was else kind(*row) for row, was, old in zip(rows, told, known, strict=False)]
-        found += [kind(*row) for row in rows[len(found) :]]
-        self._known[kind] = rows, found
-        return tuple(found)
+    def __post_init__(self) -> None:
+        form = Form(
+            tuple([node.kind for node in self.nodes]),
+            tuple([word[:3] for word in self.words]),
+            tuple([(a.birth, a.death, a.nbytes if a.library else None) for a in self.allocations]),
+            tuple([result[0] if isinstance(result, tuple) else None for result in self.results]),
+            self.order,
+            self.steps,
+        )
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "distances", tuple([word[3] for word in self.words]))
+        object.__setattr__(self, "sizes", tuple([a.nbytes for a in self.allocations]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +89,6 @@ class Tools:
         types: of results of library calls, by memory; those that become known are added.
         sample: equal for launches of one kernel whose nodes are equal if their arguments are, but for
             addresses; None for a launch that is like no other. Without it each event is evaluated by itself.
-        latest: of this script.
         offsets: whether it matters where in its storage a tensor begins.
         record: makes all calls known that `site` was asked for since the last time; None if that cannot be.
     """
@@ -99,13 +97,5 @@ class Tools:
     site: Callable[[Call, Sequence[Any]], Proved | None]
     types: dict[int, Any]
     sample: Callable[[Run], Hashable] | None = None
-    latest: Latest = dataclasses.field(default_factory=Latest)
     offsets: bool = True
     record: Callable[[], None] | None = None
-
-
-def _output(
-    region: int | None, given: int | None, layout: tuple[Any, ...] | None, same: int | None
-) -> OutputSpec:
-    spec = TensorSpec(*layout) if layout is not None else None
-    return OutputSpec(region=region, input=given, layout=spec, same=same)

@@ -1,0 +1,126 @@
+"""Which events of a script are alike, whatever the sizes are.
+
+Layers of a model are alike: of their events, all but the first differ only in which memory they name. What
+such an event adds to a recording is told once, for the first of them.
+
+Layouts are not known yet. But each comes from somewhere: with an argument, with an allocation, with a result
+of a library call, or from another layout, as a view. Layouts that come from like places have one *origin*, a
+number, and are equal for all sizes. So events are alike that say the same of tensors of the same origins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from pgraph.compute.script import Call, Check, Drop, Event, Make, Run, Script, Sort
+
+__all__ = ["Kind", "Kinds", "kinds_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """Events that are alike.
+
+    Args:
+        first: position of the first of them among the events.
+        tensors: origins of the tensors among its arguments, as `Sort.tensors` has them.
+        results: origins of what it makes or returns.
+    """
+
+    first: int
+    tensors: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Of the events of one script.
+
+    Args:
+        all: in the order of their first events.
+        of_events: number of each event's kind; None for those that give up memory.
+        origins: how many there are.
+        views: by the origins that are views: origin of what each is a view of, and the number of the view.
+        of_memory: origin of the layout that each memory came with.
+    """
+
+    all: tuple[Kind, ...]
+    of_events: tuple[int | None, ...]
+    origins: int
+    views: dict[int, tuple[int, int]]
+    of_memory: tuple[int, ...]
+
+
+def kinds_of(script: Script, inputs: Sequence[int], sample: Callable[[Run], Hashable] | None) -> Kinds:
+    """The kinds of a script's events.
+
+    Args:
+        inputs: numbers of the layouts of its inputs: equal ones are taken to be equal for all sizes for which
+            these numbers are the same.
+        sample: see `pgraph.compute.pieces.Tools`. Without it no launch is like another one, and no call.
+    """
+    sorting = _Sorting(script, inputs, sample)
+    for at, (event, sort) in enumerate(zip(script.events, script.sorts, strict=True)):
+        sorting.sort(at, event, sort)
+    of_memory = tuple([sorting.of_memory.get(memory, -1) for memory in range(script.memories)])
+    kinds = tuple(sorting.kinds)
+    return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), sorting.views, of_memory)
+
+
+class _Sorting:
+    """Events being sorted."""
+
+    def __init__(
+        self, script: Script, inputs: Sequence[int], sample: Callable[[Run], Hashable] | None
+    ) -> None:
+        self._sample = sample
+        self.origins: dict[Hashable, int] = {}
+        self.of_memory = {m: self._origin((Script, layout)) for m, layout in enumerate(inputs)}
+        self.views: dict[int, tuple[int, int]] = {}
+        self.kinds: list[Kind] = []
+        self.of_events: list[int | None] = []
+        self._numbers: dict[Hashable, int] = {}
+
+    def sort(self, at: int, event: Event, sort: Sort) -> None:
+        if isinstance(event, Drop):
+            self.of_events.append(None)
+            return
+        tensors = tuple([self._of_tensor(memory, view) for memory, view in sort.tensors])
+        said = self._said(event, sort, tensors)
+        number = self._numbers.get(said) if said is not None else None
+        if number is None:
+            number = len(self.kinds)
+            made = (event.memory,) if isinstance(event, Make) else getattr(event, "results", ())
+            results = tuple([self._origin((Kind, number, i)) for i in range(len(made))])
+            self.kinds.append(Kind(at, tensors, results))
+            if said is not None:
+                self._numbers[said] = number
+        self.of_events.append(number)
+        if isinstance(event, Make):
+            (self.of_memory[event.memory],) = self.kinds[number].results
+        elif isinstance(event, Call):
+            self.of_memory.update(zip(event.results, self.kinds[number].results, strict=True))
+
+    def _said(self, event: Event, sort: Sort, tensors: tuple[int, ...]) -> Hashable | None:
+        """All that an event says; None if it is like no other."""
+        if sort.number is None:
+            return None
+        if isinstance(event, Make | Check):
+            return sort.number, tensors
+        if self._sample is None:
+            return None
+        sample: Any = self._sample(event) if isinstance(event, Run) else ()
+        return None if sample is None else (sort.number, sample, tensors)
+
+    def _of_tensor(self, memory: int, view: int | None) -> int:
+        base = self.of_memory[memory]
+        if view is None:
+            return base
+        origin = self._origin((base, view))
+        self.views[origin] = base, view
+        return origin
+
+    def _origin(self, told: Hashable) -> int:
+        return self.origins.setdefault(told, len(self.origins))
