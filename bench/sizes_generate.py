@@ -87,7 +87,8 @@ def growing(place: Place) -> Figures:
 
 
 def settle(place: Place, ask: Callable[[int], Any]) -> None:
-    """Requests until pgraph launches nearly every token, of a short prompt's and of a long one's.
+    """Requests until pgraph launches nearly every token, of a short prompt's and of a long one's, and makes
+    no more execs: a size that is launched often gets some of its own.
 
     Args:
         ask: a request with a prompt of so many tokens.
@@ -104,7 +105,9 @@ def settle(place: Place, ask: Callable[[int], Any]) -> None:
     low, high = place.size.prompts
     ends, lengths = time.monotonic() + SETTLE_S, random.Random(place.spec.seed + 2)
     while time.monotonic() < ends:
-        if launched(lengths.randint(low, high)) and launched(low) and launched(high):
+        execs = pgraph.report().exec_bytes
+        each = lengths.randint(low, high), low, high
+        if all(map(launched, each)) and pgraph.report().exec_bytes == execs:
             break
 
 

@@ -150,16 +150,25 @@ def test_generated_text(config: str, captures: int, load: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "launched", "asked"),
-    [("pgraph", [0, 2, 4, 3, 4, 4, 4], 7), ("pgraph", [0] * 99, 9), ("inductor", [], 0)],
+    ("backend", "launched", "execs", "asked"),
+    [
+        ("pgraph", [0, 2, 4, 3, 4, 4, 4], 4, 7),
+        ("pgraph", [0, 2, 4, 3, *[4] * 6], 6, 10),
+        ("pgraph", [0] * 99, 0, 9),
+        ("inductor", [], 0, 0),
+    ],
 )
 def test_generating_is_timed_when_captures_have_settled(
-    backend: str, launched: list[int], asked: int, load: Any, monkeypatch: pytest.MonkeyPatch
+    backend: str, launched: list[int], execs: int, asked: int, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or after its time."""
+    """Or after its time. `execs`: requests after which there are no further ones."""
     program, clock, said = load("sizes_generate"), [0.0], list[int]()
     monkeypatch.setattr(program, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(pgraph, "report", lambda: types.SimpleNamespace(launches=sum(launched[: len(said)])))
+
+    def report() -> Any:
+        return types.SimpleNamespace(launches=sum(launched[: len(said)]), exec_bytes=min(len(said), execs))
+
+    monkeypatch.setattr(pgraph, "report", report)
     size = types.SimpleNamespace(prompts=(3, 6), new=5)
 
     def ask(length: int) -> None:
