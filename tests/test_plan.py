@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +23,8 @@ from support_plan import (
 )
 
 from pgraph.errors import PlanError
-from pgraph.template.packing import EXHAUSTIVE_NODES, MORE, Chain, Lifetime
-from pgraph.template.plan import make_plan
+from pgraph.template.packing import EXHAUSTIVE_NODES, Chain, Lifetime
+from pgraph.template.plan import MORE, make_plan
 
 
 def fewest_chunks(n: int, cost: Callable[[int, int], int], limit: int) -> int:
@@ -137,7 +136,7 @@ def test_borders_of_another_size_are_taken_where_they_are_as_good(
 ) -> None:
     """They may be more, or not fit: the peak is what it may be without, and chunks are hardly more."""
     n, lives = program
-    others = [dataclasses.replace(life, nbytes=life.nbytes * times) for life in lives]
+    others = [life._replace(nbytes=life.nbytes * times) for life in lives]
     known = make_plan(n, others, slack_bytes=slack_bytes).borders
     alone = make_plan(n, lives, slack_bytes=slack_bytes)
     plan = make_plan(n, lives, slack_bytes=slack_bytes, known=[(0, 1, n + 1), known])

@@ -31,26 +31,18 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import operator
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pgraph.errors import PlanError
-
-__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "MORE", "Chain", "Lane", "Lifetime", "Packed", "check", "survives"]
+__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "Chain", "Lane", "Lifetime", "Packed", "survives"]
 
 GRANULE = 512
 """Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
 
 EXHAUSTIVE_NODES = 32
 """Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
-
-MORE = 4
-"""For so many chunks there may be one more, if that makes them as others are. A launch takes 5 us; to make an
-exec that nobody else has takes 8 ms, and 2 MB."""
-
-_TRIED = 16
-"""Known borders that are tried: bounds what it costs where hundreds of sizes come."""
 
 _FAR = 16
 """A chunk is looked for up to so many times the length that the rule allows: bounds what one cut costs."""
@@ -63,9 +55,8 @@ def survives(n_nodes: int) -> int:
     return n_nodes + 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lifetime:
-    """When a region must exist, in node order.
+class Lifetime(NamedTuple):
+    """When a region must exist, in node order. A tuple: there are hundreds for each plan.
 
     Args:
         region: unique id.
@@ -83,49 +74,13 @@ class Lifetime:
     kind: Literal["input", "output", "temp"]
 
 
-def check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
-    """See to it that these can be planned.
-
-    Raises:
-        PlanError: they contradict each other.
-    """
-    seen: set[int] = set()
-    end = survives(n_nodes)
-    for life in lifetimes:
-        wrong = None
-        if life.region in seen:
-            wrong = "appears twice; give each region an id of its own"
-        elif life.nbytes < 0:
-            wrong = f"has nbytes {life.nbytes}; pass a size >= 0"
-        elif life.birth < 0:
-            wrong = f"has birth {life.birth}; pass a node >= 0"
-        elif life.death > end:
-            wrong = f"has death {life.death} in a chain of {n_nodes} nodes; pass at most {end} (survives)"
-        elif life.birth > life.death:
-            wrong = f"has birth {life.birth} after death {life.death}; pass birth <= death"
-        elif life.kind == "input" and life.birth != 0:
-            wrong = f"is an input with birth {life.birth}; inputs exist before the launch, pass 0"
-        elif life.kind == "output" and (life.death != end or life.birth > n_nodes):
-            wrong = (
-                f"is an output with birth {life.birth} and death {life.death}; outputs survive, pass a "
-                f"birth <= {n_nodes} and death {end}, or make it a temp"
-            )
-        elif life.kind == "temp" and life.death == end:
-            wrong = f"is a temp with death {end} (survives); pass at most {n_nodes}, or make it an output"
-        elif life.kind not in ("input", "output", "temp"):
-            wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
-        if wrong:
-            raise PlanError(f"region {life.region} {wrong}")
-        seen.add(life.region)
-
-
 @dataclasses.dataclass(slots=True)
 class Lane:
     """A block as one chunk sees it. `owner` is the tenant it was carried in with, or -1 if new."""
 
     size: int
     owner: int
-    tenants: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    tenants: list[tuple[int, int]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,16 +96,21 @@ class _Idle:
     that covers a tenant's span can only be in the buckets of windows around that span: at most
     log2(nodes) of them. Inside a bucket the order is size, then latest end, then earliest start, so
     that the first ones looked at are those most likely to cover.
+
+    Args:
+        n: nodes of the chunk.
+        least: bytes of the smallest tenant to come, more than 0. What is smaller need not be found.
     """
 
-    __slots__ = ("_buckets", "_top")
+    __slots__ = ("_buckets", "_least", "_top")
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, least: int) -> None:
         self._buckets: dict[int, list[tuple[int, int, int, int, int]]] = {}
+        self._least = least
         self._top = (n - 1).bit_length()
 
     def add(self, size: int, start: int, end: int, lane: int, offset: int) -> None:
-        if size > 0 and end > start:
+        if size >= self._least and end > start:
             level = (start ^ (end - 1)).bit_length()
             place = (start >> level) << 6 | level
             bucket = self._buckets.get(place)
@@ -197,49 +157,77 @@ class Chain:
     def __init__(self, n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
         self.n_nodes = n_nodes
         n = self.n = max(n_nodes, 1)
-        self.lives = sorted(lifetimes, key=lambda life: min(life.birth, n - 1))
+        last, lasting = n - 1, survives(n_nodes)
+        starts = [life.birth if life.birth < last else last for life in lifetimes]
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        self.lives = [lifetimes[i] for i in order]
+        self.start = [starts[i] for i in order]
         self.size = [-(-life.nbytes // GRANULE) * GRANULE for life in self.lives]
-        self.start = [min(life.birth, n - 1) for life in self.lives]
-        # What dies at its birth is treated as used by that node: the safe reading.
-        self.end = [
-            n + 1 if life.death == survives(n_nodes) else max(life.death, start + 1)
-            for life, start in zip(self.lives, self.start, strict=True)
-        ]
-        self.births: list[list[int]] = [[] for _ in range(n + 2)]
-        self.deaths: list[list[int]] = [[] for _ in range(n + 2)]
-        self.releases: list[list[int]] = [[] for _ in range(n + 2)]
-        self.inputs = [0] * (n + 2)  # bytes of inputs not released before node k
-        self.alive = [0] * (n + 2)  # bytes of other regions alive at node k
-        self.carried = [0] * n  # bytes of other regions alive on both sides of border k
-        for r, life in enumerate(self.lives):
-            size, start, end = self.size[r], self.start[r], self.end[r]
+        self.end = ends = list[int]()
+        born, freed = list[int](), list[int]()
+        inputs, alive = [0] * (n + 2), [0] * (n + 2)
+        births, carried = [0] * (n + 2), [0] * n
+        for r, (life, start, size) in enumerate(zip(self.lives, self.start, self.size, strict=True)):
+            end = life.death
+            if end == lasting:
+                end = n + 1
+            elif end <= start:
+                end = start + 1  # what dies at its birth is treated as used by that node: the safe reading
+            ends.append(end)
             if life.kind == "input":
-                self.releases[end].append(r)
-                self.inputs[0] += size
-                self.inputs[end] -= size
+                freed.append(r)
+                inputs[0] += size
+                inputs[end] -= size
             else:
-                self.births[start].append(r)
-                self.deaths[end].append(r)
-                self.alive[start] += size
-                self.alive[end] -= size
-        for k in range(1, n + 2):
-            self.inputs[k] += self.inputs[k - 1]
-            self.alive[k] += self.alive[k - 1]
-        for k in range(n):
-            self.carried[k] = self.alive[k] - sum(self.size[r] for r in self.births[k])
+                born.append(r)
+                births[start + 1] += 1
+                alive[start] += size
+                alive[end] -= size
+                carried[start] -= size
+        self._born, self._births = born, list(itertools.accumulate(births))
+        self._dying, self._deaths = self._by_end(born)
+        self._freed, self._frees = self._by_end(freed)
+        self.inputs = list(itertools.accumulate(inputs))  # bytes of inputs not released before node k
+        self.alive = list(itertools.accumulate(alive))  # bytes of other regions alive at node k
+        # Bytes of other regions alive on both sides of border k.
+        self.carried = list(map(operator.add, carried, self.alive))
         self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
+        self._fitted: dict[tuple[int, int, int], bool] = {}  # by start, end and limit
+        self._sure: dict[tuple[int, int], int] = {}  # by start and limit
+
+    def _by_end(self, regions: list[int]) -> tuple[list[int], list[int]]:
+        """These in the order in which they end, and how many end before each node."""
+        counts = [0] * (self.n + 3)
+        for r in regions:
+            counts[self.end[r] + 1] += 1
+        return sorted(regions, key=self.end.__getitem__), list(itertools.accumulate(counts))
+
+    def deaths(self, a: int, b: int) -> list[int]:
+        """What ends at nodes ``[a, b)``, node by node, without inputs."""
+        return self._dying[self._deaths[a] : self._deaths[b]]
+
+    def releases(self, a: int, b: int) -> list[int]:
+        """Inputs that end at nodes ``[a, b)``, node by node."""
+        return self._freed[self._frees[a] : self._frees[b]]
 
     def packed(self, a: int, b: int) -> Packed:
-        """The packing of chunk ``[a, b)``; the search for cuts has usually made it already."""
+        """The packing of chunk ``[a, b)``; the search for cuts may have made it already."""
         end, found = self._found.get(a, (-1, None))
         return found if found is not None and end == b else self.pack(a, b, None)
 
-    def _fits(self, a: int, b: int, limit: int) -> bool:
-        packed = self.pack(a, b, limit)
-        if packed.held > limit:
-            return False
-        self._found[a] = (b, packed)
-        return True
+    def fits(self, a: int, b: int, limit: int) -> bool:
+        """Whether chunk ``[a, b)`` can be packed within the limit; packed only where that is not known."""
+        key = a, b, limit
+        fits = self._fitted.get(key)
+        if fits is None:
+            fits = self.inputs[a] + max(self.alive[a:b], default=0) <= limit
+            if fits and b > (self._sure.get((a, limit)) or self._sure_end(a, limit)):
+                packed = self.pack(a, b, limit)
+                fits = packed.held <= limit
+                if fits:
+                    self._found[a] = (b, packed)
+            self._fitted[key] = fits
+        return fits
 
     def pack(self, a: int, b: int, limit: int | None) -> Packed:
         """Place all that is born in chunk ``[a, b)``.
@@ -247,25 +235,33 @@ class Chain:
         Past `limit` it stops early: `held` is then above the limit, and `lanes` unfinished.
         """
         held = self.inputs[a] + self.carried[a]
+        starts, ends = self.start, self.end
         lanes: list[Lane] = []
-        idle = _Idle(b - a)
-        for size, (carried, born) in sorted(self._by_size(a, b).items(), reverse=True):
-            busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane)
+        groups = self._by_size(a, b)
+        sizes = sorted(groups, reverse=True)
+        # Idle rectangles are for temporaries of the chunk: none is kept that is smaller than all of them.
+        least = next((s for s in reversed(sizes) if s and any(ends[r] <= b for r in groups[s][1])), 1 << 62)
+        idle = _Idle(b - a, least)
+        for size in sizes:
+            carried, born = groups[size]
+            lends = size >= least
+            busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane), a heap
             free: list[tuple[int, int]] = []
-            for r in carried:
-                busy.append((self.end[r], len(lanes)))
-                lanes.append(Lane(size, r))
-            heapq.heapify(busy)
+            for r in carried:  # in the order of their ends
+                busy.append((ends[r], len(lanes)))
+                lanes.append(Lane(size, r, []))
             for r in born:
-                start, end = self.start[r], self.end[r]
+                start, end = starts[r], ends[r]
                 while busy and busy[0][0] <= start:
                     free.append(heapq.heappop(busy))
                 if free:
                     # The one that fell idle last: the others keep longer gaps.
                     since, lane = free.pop()
-                    idle.add(size, since - a, start - a, lane, 0)
+                    if lends:
+                        idle.add(size, since - a, start - a, lane, 0)
+                    lanes[lane].tenants.append((r, 0))
                 else:
-                    place = idle.take(size, start - a, end - a) if size and end <= b else None
+                    place = idle.take(size, start - a, end - a) if lends and end <= b else None
                     if place is not None:
                         lanes[place[0]].tenants.append((r, place[1]))
                         continue
@@ -273,25 +269,34 @@ class Chain:
                     if limit is not None and held > limit:
                         return Packed(held, lanes)
                     lane = len(lanes)
-                    lanes.append(Lane(size, -1))
-                    idle.add(size, 0, start - a, lane, 0)
-                lanes[lane].tenants.append((r, 0))
+                    lanes.append(Lane(size, -1, [(r, 0)]))
+                    if lends:
+                        idle.add(size, 0, start - a, lane, 0)
                 if end < b:
                     heapq.heappush(busy, (end, lane))
-            for since, lane in busy + free:
-                idle.add(size, since - a, b - a, lane, 0)
+            if lends:
+                for since, lane in busy + free:
+                    idle.add(size, since - a, b - a, lane, 0)
         return Packed(held, lanes)
 
     def _by_size(self, a: int, b: int) -> dict[int, tuple[list[int], list[int]]]:
         """Regions of chunk ``[a, b)``: by size, those carried in that die inside, and those born inside."""
         groups: dict[int, tuple[list[int], list[int]]] = {}
-        for k in range(a, b):
-            for r in self.births[k]:
-                groups.setdefault(self.size[r], ([], []))[1].append(r)
-            for r in self.deaths[k]:
-                # A carried tenant that dies inside the chunk leaves its block idle to the end.
-                if self.start[r] < a < k:
-                    groups.setdefault(self.size[r], ([], []))[0].append(r)
+        sizes, starts = self.size, self.start
+        for r in self._born[self._births[a] : self._births[b]]:
+            group = groups.get(sizes[r])
+            if group is None:
+                groups[sizes[r]] = [], [r]
+            else:
+                group[1].append(r)
+        for r in self.deaths(a + 1, b):
+            # A carried tenant that dies inside the chunk leaves its block idle to the end.
+            if starts[r] < a:
+                group = groups.get(sizes[r])
+                if group is None:
+                    groups[sizes[r]] = [r], []
+                else:
+                    group[0].append(r)
         return groups
 
     def cut(self, limit: int) -> list[int]:
@@ -311,41 +316,6 @@ class Chain:
             cuts.append(came_from[cuts[-1]])
         return cuts[::-1]
 
-    def as_before(self, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
-        """The known borders whose chunks fit, if they are hardly more; or as many that others may take.
-
-        Where none are known nothing else may ever come, and the cuts stay where they are.
-        """
-        if not known or tuple(cuts) in known:
-            return cuts
-        most = len(cuts) + (len(cuts) - 1) // MORE
-        near = [b for b in known if len(cuts) <= len(b) <= most and b[-1] == self.n]
-        for borders in sorted(near, key=len)[:_TRIED]:
-            if all(self._fits(a, b, limit) for a, b in itertools.pairwise(borders)):
-                return list(borders)
-        return self._eased(cuts, limit)
-
-    def _eased(self, cuts: list[int], limit: int) -> list[int]:
-        """The same number of chunks, none of them as long as the limit allows.
-
-        Each cut was as far from the one before as can be. Where regions are a little larger that is too far.
-        So each, from the last on, is put half way to where the chunk behind it would no longer fit.
-        """
-        eased = list(cuts)
-        for i in range(len(cuts) - 2, 0, -1):
-            first, end = cuts[i], eased[i + 1]
-            low = cuts[i - 1]  # there it does not fit, or is taken not to
-            while first - low > 1:
-                middle = (low + first) // 2
-                if self._fits(middle, end, limit):
-                    first = middle
-                else:
-                    low = middle
-            border = (first + cuts[i]) // 2
-            if self._fits(border, end, limit) and self._fits(cuts[i - 1], border, limit):
-                eased[i] = border
-        return eased
-
     def _ends(self, a: int, limit: int) -> list[int]:
         """Ends of chunks from `a` within the limit, the furthest first: all, or one in long chains."""
         sure = self._sure_end(a, limit)
@@ -360,15 +330,15 @@ class Chain:
         while most < far and self.alive[most] <= room:
             most += 1
         if small:
-            further = [b for b in range(most, sure, -1) if self._fits(a, b, limit)]
+            further = [b for b in range(most, sure, -1) if self.fits(a, b, limit)]
             return further + list(range(sure, a, -1))
         # The last chunk carries no temporary out, so it may fit where a shorter one does not.
-        if most == self.n and self._fits(a, most, limit):
+        if most == self.n and self.fits(a, most, limit):
             return [most]
         step, beyond = rule, min(most + 1, self.n)  # `beyond` does not fit, or is taken not to
         while beyond - sure > max(1, (sure - a) // 32):
             probe = sure + step if sure + step < beyond else (sure + beyond) // 2
-            if self._fits(a, probe, limit):
+            if self.fits(a, probe, limit):
                 sure, step = probe, 2 * step
             else:
                 beyond = probe
@@ -376,18 +346,27 @@ class Chain:
 
     def _sure_end(self, a: int, limit: int) -> int:
         """The furthest end within the limit if only regions of equal size shared blocks."""
+        end = self._sure[a, limit] = self._scanned(a, limit)
+        return end
+
+    def _scanned(self, a: int, limit: int) -> int:
         held = self.inputs[a] + self.carried[a]
+        if held > limit:
+            return a + 1
         idle: dict[int, int] = {}  # blocks at rest, by size
-        for k in range(a, self.n):
-            if k > a:
-                for r in self.deaths[k]:
-                    idle[self.size[r]] = idle.get(self.size[r], 0) + 1
-            for r in self.births[k]:
-                size = self.size[r]
-                if idle.get(size, 0):
-                    idle[size] -= 1
-                else:
-                    held += size
-            if held > limit and k > a:
-                return k
+        sizes, starts, ends, dying = self.size, self.start, self.end, self._dying
+        dead = self._deaths[a + 1]
+        for at in range(self._births[a], len(self._born)):
+            r = self._born[at]
+            size, start = sizes[r], starts[r]
+            while ends[dying[dead]] <= start:
+                rests = sizes[dying[dead]]
+                idle[rests] = idle.get(rests, 0) + 1
+                dead += 1
+            if idle.get(size, 0):
+                idle[size] -= 1
+            else:
+                held += size
+                if held > limit:
+                    return max(start, a + 1)
         return self.n
