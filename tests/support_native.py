@@ -25,7 +25,7 @@ from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
 from pgraph.native.structs import ExecEntry, NodeEntry, RecipeEntry, SettingEntry, SlotEntry
-from pgraph.template.packing import Lifetime
+from pgraph.template.lifetimes import Lifetime
 from pgraph.template.plan import make_plan
 from pgraph.template.recording import OutputSpec, TensorSpec
 from pgraph.template.template import Region, Slot, Template, node_facts

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from pgraph.template.packing import GRANULE, Lifetime, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, survives
 from pgraph.template.plan import Plan
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from torch import Tensor
 from pgraph.runtime import registry
 from pgraph.template import early
 from pgraph.template.early import RESULTS, SHARE, begun_early
-from pgraph.template.packing import Lifetime
+from pgraph.template.lifetimes import Lifetime
 from pgraph.template.plan import Plan, make_plan
 
 

@@ -18,7 +18,7 @@ from pgraph.errors import DriverError
 from pgraph.options import Options
 from pgraph.partition.facts import GraphFacts, PartitionFacts
 from pgraph.runtime.partition_runner import PartitionRunner
-from pgraph.template.packing import GRANULE
+from pgraph.template.lifetimes import GRANULE
 
 N = 5
 SIZE = 8 * GRANULE  # bytes of each tensor

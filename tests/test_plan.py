@@ -23,8 +23,9 @@ from support_plan import (
 )
 
 from pgraph.errors import PlanError
-from pgraph.template.packing import EXHAUSTIVE_NODES, Chain, Lifetime
-from pgraph.template.plan import MORE, make_plan
+from pgraph.template.lifetimes import Lifetime
+from pgraph.template.packing import EXHAUSTIVE_NODES, MORE, Chain
+from pgraph.template.plan import make_plan
 
 
 def fewest_chunks(n: int, cost: Callable[[int, int], int], limit: int) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 from support_plan import MIB, Build, model_backward, random_program
 
-from pgraph.template.packing import Chain, Lifetime, Packed
+from pgraph.template.lifetimes import Lifetime
+from pgraph.template.packing import Chain, Packed
 from pgraph.template.plan import Plan, make_plan
 
 SIZES = (512, MIB, 4 * MIB, 7 * MIB, 16 * MIB, 56 * MIB)

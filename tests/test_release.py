@@ -19,7 +19,7 @@ from pgraph.launch import interpreter
 from pgraph.launch.program import Program
 from pgraph.runtime import holdings, registry
 from pgraph.runtime.specialization import Specialization
-from pgraph.template.packing import GRANULE
+from pgraph.template.lifetimes import GRANULE
 
 KB = 1 << 10
 

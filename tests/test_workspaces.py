@@ -18,7 +18,7 @@ from pgraph.launch.interpreter import launch_first
 from pgraph.launch.lookup import numbered
 from pgraph.launch.program import program_of
 from pgraph.native import libraries
-from pgraph.template.packing import survives
+from pgraph.template.lifetimes import survives
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain

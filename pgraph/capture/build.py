@@ -23,8 +23,8 @@ from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError, RecountError
 from pgraph.template.early import begun_early
+from pgraph.template.lifetimes import Lifetime, survives
 from pgraph.template.match import match
-from pgraph.template.packing import Lifetime, survives
 from pgraph.template.plan import GRANULE, Plan, make_plan
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording

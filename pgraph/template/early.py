@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from pgraph.template.packing import Lifetime
+from pgraph.template.lifetimes import Lifetime
 from pgraph.template.plan import Plan
 
 __all__ = ["RESULTS", "SHARE", "begun_early"]

@@ -34,44 +34,25 @@ import itertools
 import operator
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
-__all__ = ["EXHAUSTIVE_NODES", "GRANULE", "Chain", "Lane", "Lifetime", "Packed", "survives"]
+from pgraph.template.lifetimes import GRANULE, Lifetime, survives
 
-GRANULE = 512
-"""Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
+__all__ = ["EXHAUSTIVE_NODES", "MORE", "Chain", "Lane", "Packed"]
 
 EXHAUSTIVE_NODES = 32
 """Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
+
+MORE = 4
+"""For so many chunks there may be one more, if that makes them as others are. A launch takes 5 us; to make an
+exec that nobody else has takes 8 ms, and 2 MB."""
+
+_TRIED = 16
+"""Known borders that are tried: bounds what it costs where hundreds of sizes come."""
 
 _FAR = 16
 """A chunk is looked for up to so many times the length that the rule allows: bounds what one cut costs."""
 
 _SCAN = 24  # idle rectangles looked at per bucket: bounds the cost where hundreds have one size
-
-
-def survives(n_nodes: int) -> int:
-    """The `Lifetime.death` of a region that outlives the launch."""
-    return n_nodes + 1
-
-
-class Lifetime(NamedTuple):
-    """When a region must exist, in node order. A tuple: there are hundreds for each plan.
-
-    Args:
-        region: unique id.
-        nbytes: size in bytes; 0 is allowed.
-        birth: it must exist before node `birth` runs; 0 for inputs.
-        death: it may be freed once all nodes < `death` have run; ``survives(n_nodes)`` for outputs
-            and for inputs that the caller keeps.
-        kind: who owns it.
-    """
-
-    region: int
-    nbytes: int
-    birth: int
-    death: int
-    kind: Literal["input", "output", "temp"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,7 +196,7 @@ class Chain:
         end, found = self._found.get(a, (-1, None))
         return found if found is not None and end == b else self.pack(a, b, None)
 
-    def fits(self, a: int, b: int, limit: int) -> bool:
+    def _fits(self, a: int, b: int, limit: int) -> bool:
         """Whether chunk ``[a, b)`` can be packed within the limit; packed only where that is not known."""
         key = a, b, limit
         fits = self._fitted.get(key)
@@ -316,6 +297,41 @@ class Chain:
             cuts.append(came_from[cuts[-1]])
         return cuts[::-1]
 
+    def as_before(self, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
+        """The known borders whose chunks fit, if they are hardly more; or as many that others may take.
+
+        Where none are known nothing else may ever come, and the cuts stay where they are.
+        """
+        if not known or tuple(cuts) in known:
+            return cuts
+        most = len(cuts) + (len(cuts) - 1) // MORE
+        near = [b for b in known if len(cuts) <= len(b) <= most and b[-1] == self.n]
+        for borders in sorted(near, key=len)[:_TRIED]:
+            if all(self._fits(a, b, limit) for a, b in itertools.pairwise(borders)):
+                return list(borders)
+        return self._eased(cuts, limit)
+
+    def _eased(self, cuts: list[int], limit: int) -> list[int]:
+        """The same number of chunks, none of them as long as the limit allows.
+
+        Each cut was as far from the one before as can be. Where regions are a little larger that is too far.
+        So each, from the last on, is put half way to where the chunk behind it would no longer fit.
+        """
+        eased = list(cuts)
+        for i in range(len(cuts) - 2, 0, -1):
+            first, end = cuts[i], eased[i + 1]
+            low = cuts[i - 1]  # there it does not fit, or is taken not to
+            while first - low > 1:
+                middle = (low + first) // 2
+                if self._fits(middle, end, limit):
+                    first = middle
+                else:
+                    low = middle
+            border = (first + cuts[i]) // 2
+            if self._fits(border, end, limit) and self._fits(cuts[i - 1], border, limit):
+                eased[i] = border
+        return eased
+
     def _ends(self, a: int, limit: int) -> list[int]:
         """Ends of chunks from `a` within the limit, the furthest first: all, or one in long chains."""
         sure = self._sure_end(a, limit)
@@ -330,15 +346,15 @@ class Chain:
         while most < far and self.alive[most] <= room:
             most += 1
         if small:
-            further = [b for b in range(most, sure, -1) if self.fits(a, b, limit)]
+            further = [b for b in range(most, sure, -1) if self._fits(a, b, limit)]
             return further + list(range(sure, a, -1))
         # The last chunk carries no temporary out, so it may fit where a shorter one does not.
-        if most == self.n and self.fits(a, most, limit):
+        if most == self.n and self._fits(a, most, limit):
             return [most]
         step, beyond = rule, min(most + 1, self.n)  # `beyond` does not fit, or is taken not to
         while beyond - sure > max(1, (sure - a) // 32):
             probe = sure + step if sure + step < beyond else (sure + beyond) // 2
-            if self.fits(a, probe, limit):
+            if self._fits(a, probe, limit):
                 sure, step = probe, 2 * step
             else:
                 beyond = probe

@@ -13,7 +13,7 @@ The algorithm, for n nodes and r regions:
    on from the cut. Steps to the end are doubled, then halved, and a packing is given up once it passes
    the limit, so a chunk is packed a few times over its own length: O(r log r) in all, with a small factor.
    (Up to `pgraph.template.packing.EXHAUSTIVE_NODES` nodes all ends are searched: the count is the minimum.)
-   Borders that another size has are taken where they do as well (`_as_before`), and execs are shared.
+   Borders that another size has are taken where they do as well (`Chain.as_before`), and execs are shared.
 3. Number the blocks of the chunks' packings in the order in which eager would have needed them, and
    say after which chunk each is freed and each input released: O(n + r log r).
 
@@ -31,17 +31,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pgraph.errors import PlanError
-from pgraph.template.packing import GRANULE, Chain, Lifetime, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, check, survives
+from pgraph.template.packing import Chain
 from pgraph.text import amount
 
-__all__ = ["GRANULE", "MORE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
-
-MORE = 4
-"""For so many chunks there may be one more, if that makes them as others are. A launch takes 5 us; to make an
-exec that nobody else has takes 8 ms, and 2 MB."""
-
-_TRIED = 16
-"""Known borders that are tried: bounds what it costs where hundreds of sizes come."""
+__all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
 
 
 class Block(NamedTuple):
@@ -163,92 +157,13 @@ def make_plan(
     for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes)):
         if not value >= 0:
             raise PlanError(f"{name} is {value}; pass a number >= 0")
-    _check(n_nodes, lifetimes)
+    check(n_nodes, lifetimes)
     if n_nodes == 0 and not lifetimes:
         return Plan((), (), 0, 0, 0, {})
     chain = Chain(n_nodes, lifetimes)
     eager = max(map(operator.add, chain.inputs[: chain.n], chain.alive))
     limit = eager + max(slack_bytes, eager // 100)
-    return _assemble(chain, _as_before(chain, chain.cut(limit), limit, known), eager)
-
-
-def _check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
-    """See to it that these can be planned.
-
-    Raises:
-        PlanError: they contradict each other.
-    """
-    seen: set[int] = set()
-    end = survives(n_nodes)
-    for life in lifetimes:
-        region, nbytes, birth, death, kind = life
-        right = nbytes >= 0 <= birth <= death <= end and region not in seen
-        if right and (
-            (kind == "temp" and death < end)
-            or (kind == "output" and death == end and birth <= n_nodes)
-            or (kind == "input" and birth == 0)
-        ):
-            seen.add(region)
-            continue
-        if life.region in seen:
-            wrong = "appears twice; give each region an id of its own"
-        elif life.nbytes < 0:
-            wrong = f"has nbytes {life.nbytes}; pass a size >= 0"
-        elif life.birth < 0:
-            wrong = f"has birth {life.birth}; pass a node >= 0"
-        elif life.death > end:
-            wrong = f"has death {life.death} in a chain of {n_nodes} nodes; pass at most {end} (survives)"
-        elif life.birth > life.death:
-            wrong = f"has birth {life.birth} after death {life.death}; pass birth <= death"
-        elif life.kind == "input" and life.birth != 0:
-            wrong = f"is an input with birth {life.birth}; inputs exist before the launch, pass 0"
-        elif life.kind == "output" and (life.death != end or life.birth > n_nodes):
-            wrong = (
-                f"is an output with birth {life.birth} and death {life.death}; outputs survive, pass a "
-                f"birth <= {n_nodes} and death {end}, or make it a temp"
-            )
-        elif life.kind == "temp" and life.death == end:
-            wrong = f"is a temp with death {end} (survives); pass at most {n_nodes}, or make it an output"
-        else:
-            wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
-        raise PlanError(f"region {life.region} {wrong}")
-
-
-def _as_before(chain: Chain, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
-    """The known borders whose chunks fit, if they are hardly more; or as many that others may take.
-
-    Where none are known nothing else may ever come, and the cuts stay where they are.
-    """
-    if not known or tuple(cuts) in known:
-        return cuts
-    most = len(cuts) + (len(cuts) - 1) // MORE
-    near = [b for b in known if len(cuts) <= len(b) <= most and b[-1] == chain.n]
-    for borders in sorted(near, key=len)[:_TRIED]:
-        if all(chain.fits(a, b, limit) for a, b in itertools.pairwise(borders)):
-            return list(borders)
-    return _eased(chain, cuts, limit)
-
-
-def _eased(chain: Chain, cuts: list[int], limit: int) -> list[int]:
-    """The same number of chunks, none of them as long as the limit allows.
-
-    Each cut was as far from the one before as can be. Where regions are a little larger that is too far.
-    So each, from the last on, is put half way to where the chunk behind it would no longer fit.
-    """
-    eased = list(cuts)
-    for i in range(len(cuts) - 2, 0, -1):
-        first, end = cuts[i], eased[i + 1]
-        low = cuts[i - 1]  # there it does not fit, or is taken not to
-        while first - low > 1:
-            middle = (low + first) // 2
-            if chain.fits(middle, end, limit):
-                first = middle
-            else:
-                low = middle
-        border = (first + cuts[i]) // 2
-        if chain.fits(border, end, limit) and chain.fits(cuts[i - 1], border, limit):
-            eased[i] = border
-    return eased
+    return _assemble(chain, chain.as_before(chain.cut(limit), limit, known), eager)
 
 
 def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:

@@ -10,13 +10,12 @@ import array
 import copy
 import ctypes
 import itertools
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
 from pgraph.drivers.cuda.nodes import KernelParams, succeeded
-from pgraph.drivers.cuda.settings import ALIGNED, places, pointed_to, struct_of
+from pgraph.drivers.cuda.settings import ALIGNED, Layout
 from pgraph.drivers.execs import Recipe
 from pgraph.errors import DriverError
 from pgraph.native import libraries
@@ -46,36 +45,23 @@ class CudaRecipe(Recipe):
         self, exec: CudaExec, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int
     ) -> None:
         self.exec: CudaExec = exec
-        n = len(nodes)
-        head = ctypes.sizeof(RecipeEntry) + ctypes.sizeof(SettingEntry) * n
-        params, structs, total = places(nodes, head + ctypes.sizeof(SlotEntry) * len(slots))
-        self._memory = ctypes.create_string_buffer(total + ALIGNED)
-        base = -(-ctypes.addressof(self._memory) // ALIGNED) * ALIGNED
+        layout = exec.layout
+        if layout is None or not layout.serves(nodes, slots):
+            layout = exec.layout = Layout(nodes, slots, first)
+        self._layout = layout
+        self._memory = ctypes.create_string_buffer(layout.nbytes + ALIGNED)
+        address = ctypes.addressof(self._memory)
+        base = -(-address // ALIGNED) * ALIGNED
         self.nbytes = len(self._memory)
-        settings, at = array.array("Q"), 0  # as SettingEntry has them
-        view = memoryview(self._memory).cast("B")[base - ctypes.addressof(self._memory) :]
-        for i, node in enumerate(nodes):
-            view[params[i] : params[i] + len(node.params)] = node.params
-            at = _end(slots, at, first + i)
-            place = params[i] // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
-            settings.extend((struct_of(view, node, base, params[i], structs[i]), at, place))
-        packed = b"".join(
-            struct.pack("=iiq", (params[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots
-        )
-        here = base + ctypes.sizeof(RecipeEntry)
-        there = here + ctypes.sizeof(SettingEntry) * n
-        ctypes.memmove(here, settings.tobytes(), ctypes.sizeof(SettingEntry) * n)
-        ctypes.memmove(there, packed, len(packed))
-        self._tables = array.array("H", map(pointed_to, nodes))
+        layout.write(memoryview(self._memory).cast("B")[base - address :], base, nodes, slots)
         self._library = libraries.load()
-        self._lie_at(base, n, len(slots), total)
-        functions = {(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"}
-        self._untried = functions - exec.taken
+        self._lie_at(base, len(nodes), len(slots))
+        functions = [(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"]
+        self._untried = set() if exec.taken.issuperset(functions) else set(functions) - exec.taken
         exec.used()
 
-    def _lie_at(self, base: int, n_nodes: int, n_slots: int, nbytes: int) -> None:
-        here = base + ctypes.sizeof(RecipeEntry)
-        there = here + ctypes.sizeof(SettingEntry) * n_nodes
+    def _lie_at(self, base: int, n_nodes: int, n_slots: int) -> None:
+        here, there, nbytes = base + self._layout.settings, base + self._layout.slots, self._layout.nbytes
         self._settings = (SettingEntry * n_nodes).from_address(here)
         self._slots = (SlotEntry * n_slots).from_address(there)
         self._words = (ctypes.c_uint64 * (nbytes // 8)).from_address(base)
@@ -99,8 +85,8 @@ class CudaRecipe(Recipe):
         made._memory = ctypes.create_string_buffer(len(self._memory))
         base, old = -(-ctypes.addressof(made._memory) // ALIGNED) * ALIGNED, ctypes.addressof(self._entry)
         ctypes.memmove(base, old, ctypes.sizeof(self._words))
-        made._lie_at(base, len(self._settings), len(self._slots), ctypes.sizeof(self._words))
-        for node, setting, count in zip(exec.nodes, made._settings, self._tables, strict=True):
+        made._lie_at(base, len(self._settings), len(self._slots))
+        for node, setting, count in zip(exec.nodes, made._settings, self._layout.tables, strict=True):
             setting.params += base - old
             if node.kind == KERNEL:
                 _move(KernelParams.from_address(setting.params), count, base - old)
@@ -215,7 +201,7 @@ def _move(params: KernelParams, count: int, by: int) -> None:
     """Have a struct that was copied, with all that it points to, point to the copies.
 
     Args:
-        count: see `pointed_to`.
+        count: see `Layout.tables`.
     """
     if params.extra:
         params.extra += by
@@ -225,9 +211,3 @@ def _move(params: KernelParams, count: int, by: int) -> None:
     params.kernel_params += by
     table = (ctypes.c_uint64 * count).from_address(params.kernel_params)
     table[:] = [pointer + by for pointer in table]
-
-
-def _end(slots: Sequence[Slot], at: int, node: int) -> int:
-    while at < len(slots) and slots[at].node == node:
-        at += 1
-    return at

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import struct
+import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from pgraph.drivers.cuda.nodes import KernelParams
+from pgraph.native.structs import RecipeEntry, SettingEntry, SlotEntry
 from pgraph.template.recording import NodeRecord
+from pgraph.template.template import Slot
 
-__all__ = ["ALIGNED", "places", "pointed_to", "struct_of"]
+__all__ = ["ALIGNED", "Layout", "places", "struct_of"]
 
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
@@ -18,6 +22,95 @@ ALIGNED: Final = 64
 # A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
+
+
+_HEAD: Final = "=Q7I"  # of it, what one size has otherwise than another, and then the context
+_CONTEXT: Final = KernelParams.ctx.offset
+
+
+class Layout:
+    """Where all that recipes keep lies in their blocks: of an exec's sizes that have parameters as long, and
+    slots in the same nodes.
+
+    Hardly anything but the parameters differs from one to the next, and the address of the block, to which
+    the same words point. So a second recipe is made of what the words are at address 0: they are one number,
+    to which the address is added in all of those words at once.
+
+    Args:
+        nodes: of the exec's range.
+        slots: of the range, in the order of their nodes.
+        first: number of the first node.
+
+    Attributes:
+        nbytes: of a block.
+        settings, slots: where its `SettingEntry` and `SlotEntry` begin.
+        tables: how many parameters each node's struct points to one by one.
+    """
+
+    def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
+        self._first = first
+        self._like = self._told(nodes, slots)
+        self.settings = ctypes.sizeof(RecipeEntry)
+        self.slots = self.settings + ctypes.sizeof(SettingEntry) * len(nodes)
+        head = self.slots + ctypes.sizeof(SlotEntry) * len(slots)
+        self._params, self._structs, self.nbytes = places(nodes, head)
+        self._begin = self._structs[-1] + _struct_bytes(nodes[-1]) if nodes else head  # of the parameters
+        self.tables = array.array("H", map(_pointed_to, nodes))
+        form, at = "=", self._begin
+        for node, place in zip(nodes, self._params, strict=True):
+            form += f"{place - at}x{len(node.params)}s"
+            at = place + len(node.params)
+        self._contents = struct.Struct(form)
+        self._rows = struct.Struct("=" + "iiq" * len(slots))
+        self._latest: Sequence[Slot] | None = None
+        self._packed = b""
+        self._written = False
+        self._base: tuple[int, int, list[tuple[Any, ...]]] | None = None
+
+    @staticmethod
+    def _told(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[Any, ...]:
+        passing = [node.header[-1] if node.kind == "kernel" else None for node in nodes]
+        return [len(node.params) for node in nodes], passing, [slot.node for slot in slots]
+
+    def serves(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> bool:
+        """Whether blocks for these are laid out like this."""
+        return self._told(nodes, slots) == self._like
+
+    def write(self, block: memoryview, base: int, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> None:
+        """Fill a block at this address, all but its `RecipeEntry`."""
+        if not self._written:
+            self._written = True
+            block[: self._begin] = self._image(nodes, slots, base)
+        else:
+            if self._base is None:
+                low, high = (int.from_bytes(self._image(nodes, slots, at), sys.byteorder) for at in (0, 1))
+                self._base = low, high - low, [node.header for node in nodes]
+            words, ones, headers = self._base
+            block[: self._begin] = (words + base * ones).to_bytes(self._begin, sys.byteorder)
+            for node, header, place in zip(nodes, headers, self._structs, strict=True):
+                if node.header != header and node.kind == "kernel":
+                    function, grid, dims, shared, ctx, _ = node.header
+                    struct.pack_into(_HEAD, block, place, function, *grid, *dims, shared)
+                    struct.pack_into("=Q", block, place + _CONTEXT, ctx)
+        if slots != self._latest:
+            words_of, first = self._params, self._first
+            rows = [((words_of[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots]
+            self._latest, self._packed = slots, self._rows.pack(*[n for row in rows for n in row])
+        block[self.slots : self.slots + len(self._packed)] = self._packed
+        self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
+
+    def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], base: int) -> bytearray:
+        """What comes before the parameters in a block at this address, without the slots."""
+        image = bytearray(self._begin)
+        view = memoryview(image)
+        settings, end = array.array("Q"), 0  # as SettingEntry has them
+        for i, (node, params, place) in enumerate(zip(nodes, self._params, self._structs, strict=True)):
+            while end < len(slots) and slots[end].node == self._first + i:
+                end += 1
+            words = params // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
+            settings.extend((struct_of(view, node, base, params, place), end, words))
+        view[self.settings : self.slots] = settings.tobytes()
+        return image
 
 
 def places(nodes: Sequence[NodeRecord], head: int) -> tuple[list[int], list[int], int]:
@@ -43,11 +136,11 @@ def _struct_bytes(node: NodeRecord) -> int:
     """A kernel's struct, and the list of its parameters."""
     if node.kind != "kernel":
         return 0
-    words = max(pointed_to(node), 1) if node.header[-1][0] == "params" else 6
+    words = max(_pointed_to(node), 1) if node.header[-1][0] == "params" else 6
     return ctypes.sizeof(KernelParams) + 8 * words
 
 
-def pointed_to(node: NodeRecord) -> int:
+def _pointed_to(node: NodeRecord) -> int:
     """Parameters that a kernel's struct points to one by one."""
     return len(node.header[-1][1]) if node.kind == "kernel" and node.header[-1][0] == "params" else 0
 
