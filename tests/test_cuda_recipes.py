@@ -255,6 +255,42 @@ def test_each_launch_does_what_its_size_says(program: Any, way: str) -> None:
             before, known = (which, bases), set(want)
 
 
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Size, Size]:
+    """Two sizes whose parameters are as long, with slots in the same words."""
+    one = draw(sizes(draw(st.lists(st.sampled_from(KINDS), max_size=5))))
+    nodes = []
+    for node in one.nodes:
+        params = draw(st.binary(min_size=len(node.params), max_size=len(node.params)))
+        header = node.header
+        if node.kind == "kernel":
+            function, grid, *rest = header
+            header = draw(st.sampled_from([header, (function, (7, *grid[1:]), *rest), (3, grid, *rest)]))
+        nodes.append(dataclasses.replace(node, header=header, params=params))
+    slots = [slot._replace(delta=draw(st.sampled_from([slot.delta, 5]))) for slot in one.slots]
+    return one, Size(nodes, draw(st.sampled_from([slots, one.slots])))
+
+
+def words_of(recipe: Any) -> list[int]:
+    """What a recipe keeps, with addresses in its block as distances, and without its number."""
+    base = ctypes.addressof(recipe._entry)
+    words = [word - base if 0 <= word - base < recipe.nbytes else word for word in recipe._words]
+    return [0, 0, *words[2:]]
+
+
+@given(pair=pairs())
+@settings(max_examples=150, deadline=None)
+def test_what_is_kept_of_one_size_serves_another(pair: tuple[Size, Size]) -> None:
+    one, other = pair
+    with pytest.MonkeyPatch.context() as patch:
+        _, exec, recipes = recipes_of(patch, "in Python", [one, other, one])
+        first, second, third = recipes
+        assert first._layout is second._layout is third._layout is exec.layout
+        _, _, (alone,) = recipes_of(patch, "in Python", [other])
+        assert words_of(second) == words_of(alone)
+        assert words_of(third) == words_of(first)
+
+
 def replicated(device: Device, recipe: Any, count: int, itself: bool = True) -> None:
     """Have so many further execs take turns with the recipe's own, or alone."""
     made = []

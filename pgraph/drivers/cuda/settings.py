@@ -22,9 +22,7 @@ ALIGNED: Final = 64
 # A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
-
-
-_HEAD: Final = "=Q7I"  # of it, what one size has otherwise than another, and then the context
+_HEAD: Final = "=Q7I"  # what comes before its pointers
 _CONTEXT: Final = KernelParams.ctx.offset
 
 
@@ -33,8 +31,8 @@ class Layout:
     slots in the same nodes.
 
     Hardly anything but the parameters differs from one to the next, and the address of the block, to which
-    the same words point. So a second recipe is made of what the words are at address 0: they are one number,
-    to which the address is added in all of those words at once.
+    the same words point. So what the words are at address 0 is kept, as one number: the address is added to
+    all of those words at once.
 
     Args:
         nodes: of the exec's range.
@@ -64,8 +62,10 @@ class Layout:
         self._rows = struct.Struct("=" + "iiq" * len(slots))
         self._latest: Sequence[Slot] | None = None
         self._packed = b""
-        self._written = False
-        self._base: tuple[int, int, list[tuple[Any, ...]]] | None = None
+        self._headers = [node.header for node in nodes]
+        # What comes before the parameters, at address 0, and what the address is added to.
+        image, ones = self._image(nodes, slots)
+        self._words, self._ones = (int.from_bytes(words, sys.byteorder) for words in (image, ones))
 
     @staticmethod
     def _told(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[Any, ...]:
@@ -78,20 +78,13 @@ class Layout:
 
     def write(self, block: memoryview, base: int, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> None:
         """Fill a block at this address, all but its `RecipeEntry`."""
-        if not self._written:
-            self._written = True
-            block[: self._begin] = self._image(nodes, slots, base)
-        else:
-            if self._base is None:
-                low, high = (int.from_bytes(self._image(nodes, slots, at), sys.byteorder) for at in (0, 1))
-                self._base = low, high - low, [node.header for node in nodes]
-            words, ones, headers = self._base
-            block[: self._begin] = (words + base * ones).to_bytes(self._begin, sys.byteorder)
-            for node, header, place in zip(nodes, headers, self._structs, strict=True):
-                if node.header != header and node.kind == "kernel":
-                    function, grid, dims, shared, ctx, _ = node.header
-                    struct.pack_into(_HEAD, block, place, function, *grid, *dims, shared)
-                    struct.pack_into("=Q", block, place + _CONTEXT, ctx)
+        words = self._words + base * self._ones
+        block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
+        for node, header, place in zip(nodes, self._headers, self._structs, strict=True):
+            if node.header != header and node.kind == "kernel":
+                function, grid, dims, shared, ctx, _ = node.header
+                struct.pack_into(_HEAD, block, place, function, *grid, *dims, shared)
+                struct.pack_into("=Q", block, place + _CONTEXT, ctx)
         if slots != self._latest:
             words_of, first = self._params, self._first
             rows = [((words_of[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots]
@@ -99,18 +92,23 @@ class Layout:
         block[self.slots : self.slots + len(self._packed)] = self._packed
         self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
 
-    def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], base: int) -> bytearray:
-        """What comes before the parameters in a block at this address, without the slots."""
-        image = bytearray(self._begin)
-        view = memoryview(image)
+    def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
+        """What comes before the parameters in a block at address 0, without the slots; and a 1 in each word
+        that holds an address within the block.
+        """
+        image, ones = bytearray(self._begin), bytearray(self._begin)
+        view, marks = memoryview(image), memoryview(ones).cast("Q")
         settings, end = array.array("Q"), 0  # as SettingEntry has them
         for i, (node, params, place) in enumerate(zip(nodes, self._params, self._structs, strict=True)):
             while end < len(slots) and slots[end].node == self._first + i:
                 end += 1
             words = params // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
-            settings.extend((struct_of(view, node, base, params, place), end, words))
+            marks[(self.settings + len(settings) * 8) // 8] = 1
+            settings.extend((struct_of(view, node, 0, params, place), end, words))
+            for word in _pointers(node, place // 8):
+                marks[word] = 1
         view[self.settings : self.slots] = settings.tobytes()
-        return image
+        return image, ones
 
 
 def places(nodes: Sequence[NodeRecord], head: int) -> tuple[list[int], list[int], int]:
@@ -165,3 +163,13 @@ def struct_of(memory: memoryview, node: NodeRecord, base: int, params: int, plac
     form = f"{_KERNEL_PARAMS}{len(table)}Q"
     struct.pack_into(form, memory, place, function, *grid, *block, shared, *pointers, 0, ctx, *table)
     return base + place
+
+
+def _pointers(node: NodeRecord, place: int) -> Sequence[int]:
+    """Words that `struct_of` has point into the block; counted as `place` is, where the struct begins."""
+    if node.kind != "kernel":
+        return ()
+    behind = place + ctypes.sizeof(KernelParams) // 8
+    if node.header[-1][0] == "params":
+        return place + KernelParams.kernel_params.offset // 8, *range(behind, behind + _pointed_to(node))
+    return place + KernelParams.extra.offset // 8, behind + 1, behind + 3
