@@ -185,7 +185,7 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
         for s in template.slots:
             seen.setdefault(s.region, []).append(s.node)
         regions = tuple(
-            dataclasses.replace(r, birth=min(seen[r.index]), death=max(seen[r.index]) + 1)
+            r._replace(birth=min(seen[r.index]), death=max(seen[r.index]) + 1)
             if r.kind == "temp" and r.index in seen
             else r
             for r in template.regions

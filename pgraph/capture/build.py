@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -261,31 +261,31 @@ def _template(
     shelf: Shelf | None = None,
 ) -> Template:
     n = len(a.nodes)
+    lasting, n_inputs = survives(n), a.n_inputs
     returned = {o.region for o in a.outputs if o.region is not None}
     returned_inputs = {o.input for o in a.outputs if o.input is not None}
     regions = []
+    workspaces = set()
     for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
-        end = n if x.death is None or y.death is None else max(x.death, y.death)
-        if i < a.n_inputs:
-            keep = i in kept_inputs or i in returned_inputs or x.death is None
-            regions.append(Region(i, "input", x.nbytes, 0, survives(n) if keep else end))
+        first, second = x.death, y.death
+        end = n if first is None or second is None else first if first > second else second
+        if i < n_inputs:
+            keep = first is None or i in kept_inputs or i in returned_inputs
+            regions.append(Region(i, "input", x.nbytes, 0, lasting if keep else end))
         elif i in returned:
-            regions.append(Region(i, "output", x.nbytes, x.birth, survives(n)))
+            regions.append(Region(i, "output", x.nbytes, x.birth, lasting))
         else:
             regions.append(Region(i, "temp", x.nbytes, x.birth, end))
-    workspaces = _workspaces(a, b)
+        if x.library and y.library:
+            workspaces.add(i)
     lent = _lent(driver, {i: regions[i].nbytes for i in workspaces})
     if lent is not None:
-        regions[lent] = dataclasses.replace(regions[lent], kind="workspace")
-    slots = _split(regions, slots, workspaces - {lent}, (*a.steps, n))
+        regions[lent] = regions[lent]._replace(kind="workspace")
+        workspaces.remove(lent)
+    slots = _split(regions, slots, workspaces, (*a.steps, n))
     plan = _plan(a.order, regions, slots, mates, slack_bytes, shelf)
     nodes = tuple(node_facts(node.kind, node.name, len(node.params)) for node in a.nodes)
     return Template(nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
-
-
-def _workspaces(a: Recording, b: Recording) -> frozenset[int]:
-    pairs = enumerate(zip(a.allocations, b.allocations, strict=True))
-    return frozenset(i for i, (x, y) in pairs if x.library and y.library)
 
 
 def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
@@ -300,7 +300,7 @@ def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
 
 
 def _split(
-    regions: list[Region], slots: tuple[Slot, ...], workspaces: frozenset[int], steps: tuple[int, ...]
+    regions: list[Region], slots: tuple[Slot, ...], workspaces: Set[int], steps: tuple[int, ...]
 ) -> tuple[Slot, ...]:
     """Add to `regions` a temporary for each op that uses a workspace; returns the slots that name them.
 
@@ -308,6 +308,8 @@ def _split(
     A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
     As one region it would live from the first product to the last, and come on top of what eager needs.
     """
+    if not workspaces:
+        return slots
     lent: dict[tuple[int, int], int] = {}
     moved = []
     for slot in slots:
@@ -334,30 +336,31 @@ def _plan(
     # later calls: that concerns how well the memory is planned, not what is right.
     groups: dict[int, list[int]] = {}
     for i, (first, _) in enumerate(mates):
-        groups.setdefault(first, []).append(i)
-    held = dict.fromkeys(range(len(mates)), 0)
+        if first != i:
+            groups.setdefault(first, [first]).append(i)
+    held: dict[int, int] = {}
     for group in groups.values():
+        held |= dict.fromkeys(group, 0)
         last = max(group, key=lambda i: (regions[i].death, i))
         held[last] = _covered((mates[i][1], regions[i].nbytes) for i in group)
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
-    n = len(order.joins) - 1
-    lifetimes = [
-        Lifetime(
-            r.index,
-            held.get(r.index, r.nbytes),
-            order.index(r.birth),
-            survives(n) if r.death == survives(order.n_nodes) else order.index(r.death),
-            r.kind,
-        )
-        for r in regions
-        if r.kind in ("input", "output") or (r.kind == "temp" and r.index in named)
-    ]
+    n, whole = len(order.joins) - 1, order.is_chain
+    lasting, end = survives(order.n_nodes), survives(n)
+    lifetimes = []
+    for index, kind, nbytes, birth, death in regions:
+        if kind == "workspace" or (kind == "temp" and index not in named):
+            continue
+        if not whole:
+            birth, death = order.index(birth), end if death == lasting else order.index(death)
+        lifetimes.append(Lifetime(index, held.get(index, nbytes) if held else nbytes, birth, death, kind))
     known = shelf.borders if shelf is not None else ()
     plan = make_plan(n, lifetimes, slack_bytes=slack_bytes, known=known)
     if shelf is not None:
         shelf.planned(plan.borders)
     plan = begun_early(plan, lifetimes)
+    if whole:
+        return plan
     chunks = (
         dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
     )

@@ -30,8 +30,7 @@ def begun_early(plan: Plan, lifetimes: Sequence[Lifetime]) -> Plan:
     and not blocks, since many temporaries share a block, in other ways at other sizes: sizes whose chunks
     differ cannot share an exec.
     """
-    births = {life.region: life.birth for life in lifetimes if life.kind != "input"}
-    results = sorted(life.birth for life in lifetimes if life.kind == "output")
+    results = sorted([life.birth for life in lifetimes if life.kind == "output"])
     first = plan.chunks[0] if plan.chunks else None
     if first is None or len(results) < RESULTS or results[RESULTS - 1] >= first.last:
         return plan
@@ -39,10 +38,12 @@ def begun_early(plan: Plan, lifetimes: Sequence[Lifetime]) -> Plan:
     border = results[len(results) // SHARE]
     if not first.first < border:
         return plan
-    early = [min(births[region] for region, _ in plan.blocks[i].tenants) < border for i in first.allocate]
+    births = {life.region: life.birth for life in lifetimes}
+    # A block's first tenant is born first.
+    early = [births[plan.blocks[i].tenants[0][0]] < border for i in first.allocate]
     now = tuple(i for i, begins in zip(first.allocate, early, strict=True) if begins)
     later = tuple(i for i, begins in zip(first.allocate, early, strict=True) if not begins)
-    held = first.held - sum(plan.blocks[i].nbytes for i in later)
+    held = first.held - sum([plan.blocks[i].nbytes for i in later])
     head = dataclasses.replace(first, last=border, allocate=now, free=(), release=(), held=held)
     rest = dataclasses.replace(first, first=border, allocate=later)
     return dataclasses.replace(plan, chunks=(head, rest, *plan.chunks[1:]))

@@ -168,29 +168,29 @@ def make_plan(
 
 def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     """Number the blocks in the order of allocation and say where each is freed."""
-    block_of: dict[int, int] = {}
+    block_of = [-1] * len(chain.lives)
     sizes: list[int] = []
     ends: list[int] = []
     tenants: list[list[tuple[int, int]]] = []
     chunks: list[Chunk] = []
-    lives, end = chain.lives, chain.end
+    regions, end = [life.region for life in chain.lives], chain.end
     for a, b in itertools.pairwise(cuts):
         packed = chain.packed(a, b)
-        opened = sorted([(min(lane.tenants), i) for i, lane in enumerate(packed.lanes) if lane.owner < 0])
         first = len(sizes)
+        opened = [(min(lane.tenants), i) for i, lane in enumerate(packed.lanes) if lane.owner < 0]
+        opened.sort()
         fresh = {i: index for index, (_, i) in enumerate(opened, first)}
-        sizes += [packed.lanes[i].size for i in fresh]
-        ends += [0] * len(fresh)
-        tenants += [[] for _ in fresh]
+        for i in fresh:
+            sizes.append(packed.lanes[i].size)
+            ends.append(0)
+            tenants.append([])
         for i, lane in enumerate(packed.lanes):
-            index = block_of[lane.owner] if lane.owner >= 0 else fresh[i]
-            latest = ends[index]
+            index = fresh[i] if lane.owner < 0 else block_of[lane.owner]
+            tenants[index] += lane.tenants
             for r, _ in lane.tenants:
                 block_of[r] = index
-                if end[r] > latest:
-                    latest = end[r]
-            ends[index] = latest
-            tenants[index] += lane.tenants
+                if end[r] > ends[index]:
+                    ends[index] = end[r]
         died = {block_of[r] for r in chain.deaths(a + 1, b + 1)}
         chunks.append(
             Chunk(
@@ -198,17 +198,21 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 last=min(b, chain.n_nodes),
                 allocate=tuple(range(first, len(sizes))),
                 free=tuple(sorted([index for index in died if ends[index] <= b])),
-                release=tuple([lives[r].region for r in chain.releases(a + 1, b + 1)]),
+                release=tuple([regions[r] for r in chain.releases(a + 1, b + 1)]),
                 held=packed.held,
             )
         )
     blocks = []
     where = {}
-    for index, (nbytes, mine) in enumerate(zip(sizes, tenants, strict=True)):
-        mine.sort()
-        placed = tuple([(lives[r].region, offset) for r, offset in mine])
-        blocks.append(Block(index, nbytes, placed))
-        for region, offset in placed:
-            where[region] = index, offset
+    for index, mine in enumerate(tenants):
+        if len(mine) == 1:
+            r, offset = mine[0]
+            placed: tuple[tuple[int, int], ...] = ((regions[r], offset),)
+            where[regions[r]] = index, offset
+        else:
+            placed = tuple([(regions[r], offset) for r, offset in sorted(mine)])
+            for region, offset in placed:
+                where[region] = index, offset
+        blocks.append(Block(index, sizes[index], placed))
     held = max([chunk.held for chunk in chunks])
     return Plan(tuple(chunks), tuple(blocks), eager, held, chain.inputs[0], where)

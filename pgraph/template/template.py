@@ -40,14 +40,13 @@ class NodeFacts:
 node_facts = functools.lru_cache(maxsize=4096)(NodeFacts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A contiguous address range with one owner, and its lifetime in node order.
 
     A workspace is kept by a library and lent at each launch; all others are in the plan.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples
     kind: RegionKind
     nbytes: int
     birth: int
@@ -116,10 +115,11 @@ def alike(template: Template, other: Template) -> Template:
 
 def borrowed(mine: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
     """The same items; where the others, as many of them, have an equal one in its place, it is that one."""
+    if mine == others:
+        return others
     if len(mine) != len(others):
         return mine
-    found = tuple([b if a == b else a for a, b in zip(mine, others, strict=True)])
-    return others if found == others else found
+    return tuple([b if a == b else a for a, b in zip(mine, others, strict=True)])
 
 
 def _render_output(out: OutputSpec) -> str:
