@@ -163,7 +163,7 @@ def test_a_piece_is_no_larger_than_it_may_be() -> None:
     assert [(a.block, a.size[0]) for a in made] == [(0, 2 * nbytes), (2, 2 * nbytes), (4, nbytes)]
     assert places == {0: (0, 0), 1: (0, nbytes), 2: (2, 0), 3: (2, nbytes)}
     nbytes = 3 * PIECE_MOST // 8
-    temporaries = [dataclasses.replace(_saved(block, nbytes), raw=nbytes) for block in range(5)]
+    temporaries = [_saved(block, nbytes)._replace(raw=nbytes) for block in range(5)]
     made, _ = in_pieces(temporaries, range(5), {})
     assert [(a.block, a.raw) for a in made] == [(0, 2 * nbytes), (2, 2 * nbytes), (4, nbytes)]
 

@@ -39,10 +39,9 @@ Both places are taken then, and the rest has the addresses of last time.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,8 +90,7 @@ Places = dict[int, tuple[int, int]]
 """block -> (first block of its piece, bytes from the piece's start)"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """One block of memory, allocated before a chunk is launched, or several in one piece.
 
     Args:
@@ -141,6 +139,8 @@ def in_pieces(
         *((alike, group) for group in _alike(alike)),
     ]
     places: Places = {}
+    if not groups:
+        return tuple(allocations), places
     joined = {}
     for sizes, group in groups:
         joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)

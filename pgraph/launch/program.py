@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,8 +56,7 @@ class Source(enum.IntEnum):
     RESULT = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """One result: a constant, or an owner (a block's tensor, an input, an earlier result) or a view of it.
 
     Args:
@@ -67,10 +68,14 @@ class Result:
     """
 
     source: Source
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides a method of tuples
     constant: Any = None
     make: Callable[..., torch.Tensor] | None = None
     args: tuple[Any, ...] = ()
+
+
+# Most results of most sizes are whole blocks: equal ones are one object.
+_whole = functools.lru_cache(maxsize=4096)(functools.partial(Result, Source.BLOCK))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +137,8 @@ def program_of(
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
         each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
-        each.sort(key=lambda allocation: allocation.block not in first)
+        if first:
+            each.sort(key=lambda allocation: allocation.block not in first)
         allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece, alike)
         recipe = built.recipes[i] if chunk.last > chunk.first else None
         free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
@@ -151,11 +157,12 @@ def program_of(
     return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)
 
 
-def _sharing_blocks(built: Built, results: Sequence[Result], positions: Iterable[int]) -> dict[int, int]:
+def _sharing_blocks(built: Built, results: Sequence[Result], positions: Collection[int]) -> dict[int, int]:
     """Blocks of these results, at whose start each lies as the only one, and the position of each result."""
-    template = built.template
-    regions = Counter(spec.region for spec in template.outputs)
-    found = {}
+    template, found = built.template, dict[int, int]()
+    if not positions:
+        return found
+    regions = Counter([spec.region for spec in template.outputs])
     for position in positions:
         result, spec = results[position], template.outputs[position]
         if result.source is not Source.BLOCK or regions[spec.region] > 1:
@@ -196,8 +203,9 @@ def _output_blocks(built: Built) -> tuple[_Layouts, _Types]:
 def _nbytes(layout: TensorSpec) -> int:
     if 0 in layout.size:
         return 0
-    reach = 1 + sum((n - 1) * step for n, step in zip(layout.size, layout.stride, strict=True))
-    return reach * layout.dtype.itemsize
+    size, stride = layout.size, layout.stride  # what is one further is not reached
+    itemsize: int = layout.dtype.itemsize
+    return (1 + sum(map(operator.mul, size, stride)) - sum(stride)) * itemsize
 
 
 def _allocation(
@@ -234,8 +242,8 @@ def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) ->
         return Result(Source.RESULT, spec.view_of, make=make, args=strided)
     if spec.base is not None:
         return Result(Source.BLOCK, block, make=based, args=(spec.layout, offset, spec.base))
-    if direct.get(block) == spec.layout:
-        return Result(Source.BLOCK, block)
+    if (made := direct.get(block)) is spec.layout or made == spec.layout:
+        return _whole(block)
     dtype = direct[block].dtype if block in direct else dtypes[block]
     if not (spec.layout.conj or spec.layout.neg) and spec.layout.dtype == dtype:
         # What `view` comes to; a block's tensor begins where its storage does.

@@ -8,6 +8,7 @@ Pure logic: nodes and slots in, a key out; no torch, no CUDA.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from pgraph.template.plan import Chunk
 from pgraph.template.recording import NodeRecord
@@ -28,20 +29,20 @@ def sharing_key(
     Args:
         slots: in the order of their nodes.
     """
-    rebound: dict[int, list[int]] = {}
-    for slot in slots:
-        rebound.setdefault(slot.node, []).append(slot.offset)
-    kept: list[Hashable] = []
-    for i, node in enumerate(nodes):
-        if node.kept is None:
+    kept: list[Any] = [node.kept for node in nodes]
+    rebound: dict[int, list[int]] = {}  # of copies and fills
+    for i, what in enumerate(kept):
+        if what is None:
             return None
-        if isinstance(node.kept, bytes):
-            offsets = rebound.get(i, [])
-            stays = _blank(node.kept, offsets) if offsets else node.params
-            kept.append((node.kind, tuple(offsets), stays))
-        else:
-            kept.append((node.kind, node.kept))
-    return tuple(kept), order.edges, order.odd, tuple((chunk.first, chunk.last) for chunk in chunks)
+        if isinstance(what, bytes):
+            rebound[i] = []
+    for slot in slots if rebound else ():
+        if slot.node in rebound:
+            rebound[slot.node].append(slot.offset)
+    for i, offsets in rebound.items():
+        kept[i] = tuple(offsets), _blank(kept[i], offsets) if offsets else nodes[i].params
+    kinds = tuple([node.kind for node in nodes])
+    return kinds, tuple(kept), order.edges, order.odd, tuple([(chunk.first, chunk.last) for chunk in chunks])
 
 
 def _blank(params: bytes, offsets: Sequence[int]) -> bytes:
