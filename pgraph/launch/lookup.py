@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -71,13 +72,15 @@ class Lookup(Generic[T]):
     Attributes:
         parts: of the key, found as entries come: one more whenever two would share a key that need not.
         entries: (guards, item) in the order in which they came.
+        keys: of each entry. Kept, since to make hundreds of them takes 100 us.
     """
 
-    __slots__ = ("_buckets", "_shape", "entries", "parts")
+    __slots__ = ("_buckets", "_shape", "entries", "keys", "parts")
 
     def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()
         self.entries: list[tuple[Guards, T]] = []
+        self.keys: list[tuple[int, ...]] = []
         self._buckets: dict[tuple[int, ...], tuple[tuple[Guards, T], ...]] = {}
         self._shape: Any = None  # which arguments are guarded; None while there is no entry
 
@@ -93,17 +96,20 @@ class Lookup(Generic[T]):
             self._arrange()
             return
         key = self.key(guards)
+        self.keys.append(key)
         self._buckets[key] = bucket = (*self._buckets.get(key, ()), entry)
         further = _difference(bucket[0][0], guards) if len(bucket) > 1 else None
         while further is not None:
             self.parts += (further,)
             self._arrange()
-            further = _difference(self._buckets[self.key(guards)][0][0], guards)
+            further = _difference(self._buckets[self.keys[-1]][0][0], guards)
 
     def discard(self, guards: Guards, item: T) -> None:
         """Have it found no more: the entry with these guards."""
         key = self.key(guards)
-        self.entries = [entry for entry in self.entries if entry[1] is not item]
+        stays = [entry[1] is not item for entry in self.entries]
+        self.entries = list(itertools.compress(self.entries, stays))
+        self.keys = list(itertools.compress(self.keys, stays))
         self._buckets[key] = tuple([entry for entry in self._buckets[key] if entry[1] is not item])
         if not self._buckets[key]:
             del self._buckets[key]
@@ -122,14 +128,14 @@ class Lookup(Generic[T]):
     def copied(self) -> Lookup[T]:
         """Another one with these entries, to which further ones are added."""
         made = Lookup[T]()
-        made.parts, made.entries = self.parts, list(self.entries)
+        made.parts, made.entries, made.keys = self.parts, list(self.entries), list(self.keys)
         made._buckets, made._shape = dict(self._buckets), self._shape
         return made
 
     def _arrange(self) -> None:
         self._buckets = {}
-        for entry in self.entries:
-            key = self.key(entry[0])
+        self.keys = [self.key(guards) for guards, _ in self.entries]
+        for key, entry in zip(self.keys, self.entries, strict=True):
             self._buckets[key] = (*self._buckets.get(key, ()), entry)
 
 

@@ -115,8 +115,7 @@ def native_launch(programs: Sequence[Any], lookup: Lookup[int]) -> NativeLaunch 
     module = libraries.load_call()
     if module is None:
         return None
-    keys = tuple(lookup.key(guards) for guards, _ in lookup.entries)
-    return functools.partial(module.call, module.programs(lookup.parts, keys, tuple(programs)))
+    return functools.partial(module.call, module.programs(lookup.parts, tuple(lookup.keys), tuple(programs)))
 
 
 def time_calls(program: Any, on: bool) -> dict[str, int]:

@@ -313,11 +313,10 @@ class SpecializationCache:
 
     def add(self, specialization: Specialization, program: Program) -> None:
         """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
-        built = program.built
-        nodes = len(built.template.nodes)
+        nodes = len(program.built.template.nodes)
         tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside and not self._gains else None
         specialization.captured(program, native_program(program), tried)
-        self._stats.captured(built)
+        self._stats.captured(program.built)
         self._stats.waits = None
         units: tuple[Unit, ...] = self._holdings.add(specialization), specialization
         self._tell_bytes()
@@ -396,5 +395,6 @@ class SpecializationCache:
         self._stats.recipe_bytes = self._holdings.takes("recipes")
 
     def _renew(self) -> None:
-        self._tries = any(s.trial is not None for s in self._captured())
-        self.captured = Captured([s for s in self._captured() if s.trial is None], self.captured)
+        captured = self._captured()
+        self._tries = any(s.trial is not None for s in captured)
+        self.captured = Captured([s for s in captured if s.trial is None], self.captured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import pathlib
 
@@ -18,6 +19,7 @@ __all__ = ["native_calls"]
 log = logging.getLogger(__name__)
 
 
+@functools.cache  # to look for them takes as long as to read a program
 def native_calls(index: int) -> NativeCalls | None:
     """What a launch in C needs; None where this torch lacks the shims (they came with 2.10)."""
     try:
