@@ -255,7 +255,7 @@ class Chain:
                         idle.add(size, 0, start - a, lane, 0)
                 if end < b:
                     heapq.heappush(busy, (end, lane))
-            if lends:
+            if size > least:  # a smaller one may come
                 for since, lane in busy + free:
                     idle.add(size, since - a, b - a, lane, 0)
         return Packed(held, lanes)
