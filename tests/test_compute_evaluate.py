@@ -15,10 +15,10 @@ from torch._inductor.select_algorithm import extern_kernels
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
-from pgraph.compute.outline import Latest
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import Call, Run, Script, asks_for_offsets
 from pgraph.compute.sites import LibraryCall
+from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
 from pgraph.drivers.operands import Layouts, Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec

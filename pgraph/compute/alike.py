@@ -61,7 +61,7 @@ def kinds_of(script: Script, inputs: Sequence[int], sample: Callable[[Run], Hash
             these numbers are the same.
         sample: see `pgraph.compute.pieces.Tools`. Without it no launch is like another one, and no call.
     """
-    sorting = _Sorting(script, inputs, sample)
+    sorting = _KindsFound(script, inputs, sample)
     for at, (event, sort) in enumerate(zip(script.events, script.sorts, strict=True)):
         sorting.sort(at, event, sort)
     of_memory = tuple([sorting.of_memory.get(memory, -1) for memory in range(script.memories)])
@@ -69,7 +69,7 @@ def kinds_of(script: Script, inputs: Sequence[int], sample: Callable[[Run], Hash
     return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), sorting.views, of_memory)
 
 
-class _Sorting:
+class _KindsFound:
     """Events being sorted."""
 
     def __init__(

@@ -19,10 +19,10 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
-from pgraph.compute.outline import Latest
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import Call, Run, Script
 from pgraph.compute.sites import LibraryCall, Sites
+from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
 from pgraph.drivers.interface import Driver
 from pgraph.template.recording import NodeRecord, Recording

@@ -10,9 +10,9 @@ import torch
 
 from pgraph.compute.alike import Kind
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.outline import Latest, Outline
 from pgraph.compute.pieces import Part, Proved, Tools
 from pgraph.compute.script import Call, Check, Figure, Host, Make, Place, Run, Script, View
+from pgraph.compute.skeleton import Latest, Skeleton
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
 from pgraph.template.recording import OutputSpec, Recording
@@ -28,7 +28,7 @@ _NOTHING: Final = Part()
 
 
 class _Evaluation:
-    """One evaluation: each kind of event adds a part, and an outline tells what becomes of them.
+    """One evaluation: each kind of event adds a part, and a skeleton tells what becomes of them.
 
     Layouts have numbers. What an event makes of tensors of some layouts is kept for other kinds that come
     to the same.
@@ -295,24 +295,24 @@ class _Evaluation:
                     self.tools.types[memory] = self.layouts.known[layout].dtype
 
     def recording(self) -> Proved:
-        outline = self.latest.outline(self.script, self.kinds, self.parts)
-        allocations = outline.allocations(self.parts, self.inputs, self.made)
+        skeleton = self.latest.skeleton(self.script, self.kinds, self.parts)
+        allocations = skeleton.allocations(self.parts, self.inputs, self.made)
         nbytes = [a.nbytes for a in allocations]
-        rows = [self.output(i, leaf, outline, nbytes) for i, leaf in enumerate(self.script.results)]
+        rows = [self.output(i, leaf, skeleton, nbytes) for i, leaf in enumerate(self.script.results)]
         recording = Recording(
-            outline.nodes(self.parts),
-            outline.order,
+            skeleton.nodes(self.parts),
+            skeleton.order,
             allocations,
             len(self.inputs),
             self.latest.outputs(rows),
             (0, 0),
             None,
-            steps=outline.steps,
+            steps=skeleton.steps,
         )
-        return recording, outline.slots(self.parts)
+        return recording, skeleton.slots(self.parts)
 
     def output(
-        self, position: int, leaf: Any, outline: Outline, nbytes: Sequence[int]
+        self, position: int, leaf: Any, skeleton: Skeleton, nbytes: Sequence[int]
     ) -> OutputSpec | tuple[Any, ...]:
         """A constant; or the number among the allocations, the one among the inputs, the layout, and which
         result it is once more.
@@ -324,7 +324,7 @@ class _Evaluation:
         origin = self.kinds.of_memory[leaf.memory]
         if origin in self.constants:
             return self.constants[origin]
-        region = outline.region[leaf.memory]
+        region = skeleton.region[leaf.memory]
         assert region is not None
         is_input = region < len(self.inputs)
         if is_input and leaf.size is None:

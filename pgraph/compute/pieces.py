@@ -18,7 +18,7 @@ Proved = tuple[Recording, tuple[Slot, ...]]
 
 
 class Form(NamedTuple):
-    """All of a part but numbers that differ from size to size. What must agree for one outline to be right.
+    """All of a part but numbers that differ from size to size. What must agree for one skeleton to be right.
 
     Args:
         kinds: of the nodes.

@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda.graph import CudaGraph, not_ours, rebound_copies
 from pgraph.drivers.cuda.nodes import check, succeeded
-from pgraph.drivers.cuda.settings import Layout
+from pgraph.drivers.cuda.settings import RecipeLayout
 from pgraph.drivers.execs import Exec
 from pgraph.native import libraries
 from pgraph.native.structs import (
@@ -137,7 +137,7 @@ class CudaExec(Exec):
         self.lock = threading.Lock()  # of launches in Python; those in C have one of their own
         self.nodes, self._rooms, self.taken = nodes, rooms, taken
         self._recipes = 0
-        self.layout: Layout | None = None  # of the latest recipe
+        self.layout: RecipeLayout | None = None  # of the latest recipe
         self._contents: list[bytes | None] = []  # as `pg_held`, where launches go through Python
         self.state = ExecEntry(
             calls=ctypes.addressof(_calls()[1]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
 from pgraph.drivers.cuda.nodes import KernelParams, succeeded
-from pgraph.drivers.cuda.settings import ALIGNED, Layout
+from pgraph.drivers.cuda.settings import ALIGNED, RecipeLayout
 from pgraph.drivers.execs import Recipe
 from pgraph.errors import DriverError
 from pgraph.native import libraries
@@ -47,7 +47,7 @@ class CudaRecipe(Recipe):
         self.exec: CudaExec = exec
         layout = exec.layout
         if layout is None or not layout.serves(nodes, slots):
-            layout = exec.layout = Layout(nodes, slots, first)
+            layout = exec.layout = RecipeLayout(nodes, slots, first)
         self._layout = layout
         self._memory = ctypes.create_string_buffer(layout.nbytes + ALIGNED)
         address = ctypes.addressof(self._memory)
@@ -201,7 +201,7 @@ def _move(params: KernelParams, count: int, by: int) -> None:
     """Have a struct that was copied, with all that it points to, point to the copies.
 
     Args:
-        count: see `Layout.tables`.
+        count: see `RecipeLayout.tables`.
     """
     if params.extra:
         params.extra += by

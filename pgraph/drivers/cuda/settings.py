@@ -14,7 +14,7 @@ from pgraph.native.structs import RecipeEntry, SettingEntry, SlotEntry
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["ALIGNED", "Layout", "places", "struct_of"]
+__all__ = ["ALIGNED", "RecipeLayout", "places", "struct_of"]
 
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
@@ -26,7 +26,7 @@ _HEAD: Final = "=Q7I"  # what comes before its pointers
 _CONTEXT: Final = KernelParams.ctx.offset
 
 
-class Layout:
+class RecipeLayout:
     """Where all that recipes keep lies in their blocks: of an exec's sizes that have parameters as long, and
     slots in the same nodes.
 

@@ -25,14 +25,14 @@ from pgraph.template.topology import Topology, chain, forked
 
 T = TypeVar("T")
 
-__all__ = ["Latest", "Outline"]
+__all__ = ["Latest", "Skeleton"]
 
 _APART: Final = 1 << 40
 """Bytes between two allocations. Addresses only tell how far into one of them something lies."""
 
 _MOST: Final = 16
-"""Outlines that are kept, and kinds of events. Few forms come again and again: libraries choose among some
-kernels, and of one with more nodes there is another outline."""
+"""Skeletons that are kept, and kinds of events. Few forms come again and again: libraries choose among some
+kernels, and of one with more nodes there is another skeleton."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,11 +51,11 @@ class _Range:
     library: bool = False
 
 
-class Outline:
+class Skeleton:
     """Of a script's recordings. What was made for the latest of them is given again where it is equal.
 
     Attributes:
-        forms: of the parts of all kinds; an outline is right for parts of these.
+        forms: of the parts of all kinds; a skeleton is right for parts of these.
         order, steps: as a `Recording` has them.
         region: number of the allocation in which each memory lies; None for a constant.
     """
@@ -123,7 +123,7 @@ class Latest:
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kinds] = OrderedDict()
-        self._outlines: OrderedDict[Hashable, Outline] = OrderedDict()
+        self._skeletons: OrderedDict[Hashable, Skeleton] = OrderedDict()
         self._outputs: tuple[Sequence[Any], Sequence[Any]] = (), ()
 
     def kinds(
@@ -135,8 +135,8 @@ class Latest:
         samples = tuple([sample(event) for event in script.events if isinstance(event, Run)])
         return _kept(self._kinds, (inputs, samples), lambda: kinds_of(script, inputs, sample))
 
-    def outline(self, script: Script, kinds: Kinds, parts: Sequence[Part]) -> Outline:
-        """The outline of recordings to which each event adds a part like that of its kind.
+    def skeleton(self, script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleton:
+        """The skeleton of recordings to which each event adds a part like that of its kind.
 
         Args:
             parts: of each kind.
@@ -145,7 +145,7 @@ class Latest:
             NotComputableError: how a library call waits for what comes before it cannot be told.
         """
         forms = tuple([part.form for part in parts])
-        return _kept(self._outlines, (kinds, forms), lambda: _outlined(script, kinds, parts))
+        return _kept(self._skeletons, (kinds, forms), lambda: _skeleton_of(script, kinds, parts))
 
     def outputs(self, rows: Sequence[OutputSpec | tuple[Any, ...]]) -> tuple[OutputSpec, ...]:
         """Constants stand for themselves. Of others: the number of the allocation, that of the input, the
@@ -177,7 +177,7 @@ def _output(row: OutputSpec | tuple[Any, ...]) -> OutputSpec:
     return OutputSpec(region=region, input=given, layout=spec, same=same)
 
 
-def _outlined(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Outline:
+def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleton:
     drafting = _Drafting(script, parts)
     steps: dict[type, Callable[[Any, Any, int], None]] = {
         Make: drafting.make,
@@ -189,11 +189,11 @@ def _outlined(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Outline:
         if not isinstance(event, Check):
             steps[type(event)](event, sort, -1 if kind is None else kind)
     drafting.boundary()
-    return Outline(tuple([part.form for part in parts]), drafting)
+    return Skeleton(tuple([part.form for part in parts]), drafting)
 
 
 class _Drafting:
-    """An outline being made: memory, nodes and deaths as the recorder of a capture would note them."""
+    """A skeleton being made: memory, nodes and deaths as the recorder of a capture would note them."""
 
     def __init__(self, script: Script, parts: Sequence[Part]) -> None:
         self._parts = parts
