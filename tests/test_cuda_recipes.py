@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import mmap
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,6 +372,24 @@ def test_addresses_are_kept_while_asked(way: str, monkeypatch: pytest.MonkeyPatc
     assert recipe.watched() == rows
     recipe.launch(ADDRESSES[0], STREAM)
     assert recipe.watched() == []
+
+
+def test_launches_to_come_take_no_memory_yet(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the time that it takes to have it: a server watches each of its sizes at some time."""
+    node, offsets = kernel("kernel", 2, [1, 2])
+    slots = [Slot(FIRST, offset, region, 5) for region, offset in enumerate(offsets)]
+    _, _, (recipe,) = recipes_of(monkeypatch, way, [Size([node], slots)])
+    recipe.launch(ADDRESSES[0], STREAM)
+    before = resident()
+    recipe.watch((64 << 20) // (8 * len(slots)))
+    assert resident() - before < 16 << 20
+    recipe.launch(ADDRESSES[1], STREAM)
+    assert recipe.watched() == [struct.pack("=2Q", *(address + 5 for address in ADDRESSES[1][:2]))]
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_a_replica_is_a_block_of_memory_of_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import array
 import copy
 import ctypes
 import itertools
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ class CudaRecipe(Recipe):
         """Have C choose among these, and keep the addresses of so many launches."""
         assert self._library is not None
         entries = (ctypes.c_void_p * len(recipes))(*[recipe.entry for recipe in recipes])
-        kept = (ctypes.c_uint64 * (room * len(self._slots)))()
+        kept = _unfilled(room * len(self._slots))
         turns = TurnsEntry(
             recipes=ctypes.addressof(entries),
             n=len(recipes),
@@ -195,6 +196,12 @@ class CudaRecipe(Recipe):
             except DriverError:
                 return False
         return True
+
+
+def _unfilled(count: int) -> Any:
+    """So many words. ctypes would fill them: 4 MB and 2 ms for 512 launches that may come."""
+    words = ctypes.c_uint64 * count
+    return words.from_buffer(mmap.mmap(-1, ctypes.sizeof(words))) if count else words()
 
 
 def _move(params: KernelParams, count: int, by: int) -> None:
