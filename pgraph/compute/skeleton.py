@@ -52,16 +52,15 @@ class _Range:
 
 
 class Skeleton:
-    """Of a script's recordings. What was made for the latest of them is given again where it is equal.
+    """Of a script's recordings whose parts have the same forms. What was made for the latest of them is given
+    again where it is equal.
 
     Attributes:
-        forms: of the parts of all kinds; a skeleton is right for parts of these.
         order, steps: as a `Recording` has them.
         region: number of the allocation in which each memory lies; None for a constant.
     """
 
-    def __init__(self, forms: tuple[Any, ...], drafting: _Drafting) -> None:
-        self.forms = forms
+    def __init__(self, drafting: _Drafting) -> None:
         n_inputs, ranges = drafting.n_inputs, drafting.ranges
         later = sorted(range(n_inputs, len(ranges)), key=lambda r: ranges[r].birth)
         self._ranges = [ranges[r] for r in (*range(n_inputs), *later)]
@@ -70,7 +69,7 @@ class Skeleton:
         self._words = [
             (node, byte, region[r], kind, word) for node, byte, r, kind, word in sorted(drafting.words)
         ]
-        self._adding = [kind for kind in drafting.order_of_kinds if forms[kind].kinds]
+        self._adding = drafting.adding
         n_nodes = len(drafting.kinds)
         order = forked(n_nodes, drafting.forks) if drafting.forks else chain(n_nodes)
         self.order = dataclasses.replace(order, odd=tuple(drafting.odd))
@@ -189,7 +188,7 @@ def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleto
         if not isinstance(event, Check):
             steps[type(event)](event, sort, -1 if kind is None else kind)
     drafting.boundary()
-    return Skeleton(tuple([part.form for part in parts]), drafting)
+    return Skeleton(drafting)
 
 
 class _Drafting:
@@ -203,7 +202,7 @@ class _Drafting:
         self.range_of[: self.n_inputs] = range(self.n_inputs)
         self.kinds: list[str] = []  # of nodes
         self.words: list[tuple[int, int, int, int, int]] = []  # node, byte, range, kind of event, which word
-        self.order_of_kinds: list[int] = []
+        self.adding: list[int] = []  # kinds of the events that add nodes, in order
         self.odd: list[tuple[int, int, bytes]] = []  # edges
         self.forks: list[tuple[int, Topology]] = []  # first nodes of pieces that fork
         self.steps: set[int] = set()
@@ -255,7 +254,7 @@ class _Drafting:
         if part.order is not None:
             self._wait(part.order, first)
         self.kinds += part.form.kinds
-        self.order_of_kinds.append(kind)
+        self.adding.append(kind)
         return made
 
     def _wait(self, order: Topology, first: int) -> None:
