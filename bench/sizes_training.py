@@ -14,7 +14,7 @@ from sizes_run import Run, Tokens, apart, compiled, draw, ended, llama, result, 
 from torch import Tensor
 
 PIECE = 10  # steps of each backend in turn, where two run beside one another
-AGAIN, EARLY = 2, 500  # so many programs before, of so many steps: with 4 a process takes some 400 s
+AGAIN, EARLY = 2, 500  # so many programs before, of so many steps. With 4 it took more than 330 s (H200)
 
 
 class Training:
