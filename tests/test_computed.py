@@ -18,7 +18,7 @@ from support import Block, host, same
 from torch import Tensor
 
 import pgraph
-from pgraph.compute import compare
+from pgraph.compute import compare, sites
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
@@ -104,8 +104,8 @@ def products_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuBLAS launches kernels on an H200: a product need not wait for the end of the kernel before it."""
     end = HostSession.end
 
-    def told(self: HostSession, with_kept: bool = True) -> Any:
-        _, nodes, order = end(self, with_kept)
+    def told(self: HostSession, *given: Any) -> Any:
+        _, nodes, order = end(self, *given)
         pairs = [(a, b) for a, b in order.edges if nodes[a].kind == "kernel" and "mm" in nodes[b].name]
         order = dataclasses.replace(order, odd=tuple((a, b, b"\1\0\1") for a, b in pairs))
         return HostGraph(order), nodes, order
@@ -173,6 +173,37 @@ def test_products_that_run_on_several_streams(
     assert len(order.edges) > order.n_nodes - 1
     assert order == dataclasses.replace(topology(order.n_nodes, order.edges), odd=order.odd)
     assert bool(order.odd) is early
+
+
+@pytest.fixture
+def of_our_own(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(fills, calls) of each capture of library calls."""
+    real, found = sites._capture, list[tuple[int, int]]()
+
+    def capture(*args: Any, **given: Any) -> Any:
+        whole, ends, counts = real(*args, **given)
+        found.append((sum("fill" in node.name for node in whole.nodes), len(ends)))
+        return whole, ends, counts
+
+    monkeypatch.setattr(sites, "_capture", capture)
+    return found
+
+
+def test_calls_are_recorded_without_kernels_of_our_own_between(of_our_own: list[tuple[int, int]]) -> None:
+    call(compiled(), (*WARM, 17, 2, 30))
+    assert made() == (6, 3)
+    assert max(calls for _, calls in of_our_own) >= 3
+    assert {fills for fills, _ in of_our_own} == {2}
+
+
+@pytest.mark.usefixtures("products_fork")
+def test_where_calls_fork_there_is_one_between_any_two(of_our_own: list[tuple[int, int]]) -> None:
+    """From the first capture on that showed it."""
+    call(compiled(), (*WARM, 17, 2, 30))
+    assert made() == (6, 3)
+    first, *others = of_our_own
+    assert first[0] == 2 < first[1]
+    assert all(fills == calls + 1 for fills, calls in others)
 
 
 @pytest.mark.usefixtures("products_fork", "products_begin_early")

@@ -157,6 +157,28 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
     assert dropped == [(7, arena)]
 
 
+@pytest.mark.parametrize("unknown", [False, True])
+def test_the_log_is_read_once_where_only_workspaces_and_tensors_are_held(
+    unknown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than most calls of libraries. What else is held is looked for in it again."""
+    arena = SimpleNamespace(low=1000, high=2000, segments=3, device=torch.device("cuda", 0))
+    arena.since, arena.stream, dropped, reads = -1, 7, list[Any](), list[int]()
+    log = [{"action": "alloc", "addr": address, "size": 64} for address in (1000, 1100, 1200)]
+    monkeypatch.setattr(allocator_log.snapshot, "log", lambda *_: reads.append(len(log)) or log)
+    monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
+    monkeypatch.setattr(cuda.workspaces, "kept", lambda: frozenset() if dropped else frozenset({1000}))
+    monkeypatch.setattr(sessions, "clear_trace", log.clear)
+    session = object.__new__(sessions.CudaSession)
+    session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), False
+    session._pools = SimpleNamespace(latest=(0, 7), renew=lambda: None)
+    found = session._read_hidden({1100} if unknown else {1100, 1200})
+    assert [(h.address, h.freed) for h in found] == [(1000, False), (1100, False), (1200, False)]
+    assert [h.kept for h in found] == [unknown] * 3, "nobody asks that of tensors that are tracked"
+    assert dropped == [(7, arena)]
+    assert (len(reads) == 1) is not unknown
+
+
 class Pools:
     """PyTorch's memory pools: what is in use, what is gone.
 

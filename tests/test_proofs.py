@@ -233,9 +233,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     count = [0]
     real = HostSession.end
 
-    def end(session: HostSession, with_kept: bool = True) -> Any:
+    def end(session: HostSession, *told: Any) -> Any:
         count[0] += 1
-        return real(session, with_kept)
+        return real(session, *told)
 
     monkeypatch.setattr(HostSession, "end", end)
     return count

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -74,9 +75,7 @@ def record(
         if counting is not None:
             counting(recorder.boundary)
         try:
-            # Dynamo is off for all of it: see `UnwrappedMode`.
-            recorded = torch.compiler.disable(_record)
-            return recorded(recorder, session, fn, inputs, alignments, namespaces, with_kept)
+            return _undisturbed()(recorder, session, fn, inputs, alignments, namespaces, with_kept)
         except Exception as e:
             # Some op may have started kernels on another stream before it failed.
             arena.touched = True
@@ -87,6 +86,13 @@ def record(
             if e.__cause__ is not None:
                 traceback.clear_frames(e.__cause__.__traceback__)
     raise failure
+
+
+@functools.cache
+def _undisturbed() -> Callable[..., Recording]:
+    """`_record`, Dynamo off for all of it: see `UnwrappedMode`."""
+    off: Callable[..., Recording] = torch.compiler.disable(_record)
+    return off
 
 
 def _record(
@@ -111,7 +117,7 @@ def _record(
     arguments.clear()
     recorder.finish()
     try:
-        graph, nodes, order = session.end(with_kept)
+        graph, nodes, order = session.end(with_kept, {r.address for r in recorder.ranges})
     except CaptureError as e:
         raise CaptureError(e.reason, e.op, culprit=dispatch_at(recorder.ops, e.node)) from None
     recorder.add_hidden()

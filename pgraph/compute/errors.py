@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["NotComputableError"]
+__all__ = ["NotComputableError", "RunTogetherError"]
 
 
 class NotComputableError(Exception):
     """The text says what is in the way."""
+
+
+class RunTogetherError(Exception):
+    """Library calls were recorded one after the other, and their nodes cannot be told apart."""

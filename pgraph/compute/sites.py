@@ -7,8 +7,10 @@ two, whoever launched the first. So each call is recorded after a kernel, and wh
 leads into the call is part of it, as an edge from node -1. Such edges are there between kernels only (CUDA's
 reference, `CUgraphDependencyType`).
 
-A kernel after each call tells what its own nodes wait for, and what waits for them, where they fork
-(`Topology.links`).
+What comes after a call tells what its own nodes wait for, and what waits for them, where they fork
+(`Topology.links`). So there is a kernel of our own before the first call and after the last one. Between two
+there is one only where it is needed: where a call does not end with a kernel, or both begin or end with a
+fork. That is seen when all are recorded.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.capture.record import record
 from pgraph.compute.compare import kind_of, loose_words
-from pgraph.compute.errors import NotComputableError
+from pgraph.compute.errors import NotComputableError, RunTogetherError
 from pgraph.compute.pieces import Proved
 from pgraph.compute.script import Call
 from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
@@ -100,6 +102,7 @@ class Sites:
         self._driver = driver
         self._known: OrderedDict[Hashable, Proved] = OrderedDict()
         self._proofs: dict[int, Proofs] = {}
+        self._spaced = False  # a kernel of our own between any two calls
         self.padding: dict[Hashable, set[int]] = {}
 
     def get(self, call: LibraryCall) -> Proved | None:
@@ -118,12 +121,18 @@ class Sites:
             NotComputableError: one of them cannot be recorded by itself.
         """
         wanted = {call.key(): call for call in calls}
-        for attempt in range(2):
+        found: list[Proved] | None = None
+        recounts = 0
+        while found is None:
             try:
                 found = self._recorded(list(wanted.values()))
-                break
+            except RunTogetherError as e:
+                if self._spaced:
+                    raise NotComputableError(str(e)) from None
+                self._spaced = True
             except RecountError:
-                if attempt:
+                recounts += 1
+                if recounts > 1:
                     raise
             except (CaptureError, MatchError) as e:
                 raise NotComputableError(f"a library call cannot be recorded by itself: {e.reason}") from None
@@ -139,7 +148,9 @@ class Sites:
         with contextlib.ExitStack() as arenas:
             one = arenas.enter_context(driver.arena(0))
             inputs = [_tensor(one, operand) for operand in operands]
-            capture = functools.partial(_capture, driver, calls=calls, inputs=inputs, aligned=aligned)
+            capture = functools.partial(
+                _capture, driver, calls=calls, inputs=inputs, aligned=aligned, spaced=self._spaced
+            )
             first, ends, results = capture(one)
             slices = _slices(first, calls, ends, results)
             framework, constants = driver.framework_ranges(), _constants(calls)
@@ -168,6 +179,20 @@ class Sites:
                 self.padding.setdefault(kind_of(a), set()).update(found)
 
 
+class _Place(NamedTuple):
+    """Where a call is in a recording of several.
+
+    Args:
+        first, end: its nodes.
+        low, high: where the memory lies that it took.
+    """
+
+    first: int
+    end: int
+    low: int
+    high: int
+
+
 def _capture(
     driver: Driver,
     arena: Arena,
@@ -175,10 +200,11 @@ def _capture(
     calls: Sequence[LibraryCall],
     inputs: Sequence[torch.Tensor],
     aligned: Sequence[int],
+    spaced: bool,
     like: Sequence[Any] = (),
-) -> tuple[Recording, list[tuple[int, int]], list[int]]:
-    """All calls in one recording; the counts of nodes before and after each; results of each."""
-    ends: list[tuple[int, int]] = []
+) -> tuple[Recording, list[_Place], list[int]]:
+    """All calls in one recording; where each is; how many results each has."""
+    ends: list[_Place] = []
     counts: list[int] = []
     counters: list[Callable[[], int]] = []
 
@@ -189,10 +215,11 @@ def _capture(
         between = torch.empty(1, device=driver.device)
         for call in calls:
             mine = [tensors.pop(0) for _ in call.operands]
-            between.fill_(1.0)  # a kernel: Note [Early kernels]
-            first = counters[0]()
+            if spaced or not ends:
+                between.fill_(1.0)  # a kernel: Note [Early kernels]
+            first, low = counters[0](), arena.position
             made = call.run(mine)
-            ends.append((first, counters[0]()))
+            ends.append(_Place(first, counters[0](), low, arena.position))
             counts.append(len(made))
             results += made
         between.fill_(1.0)  # it waits for all nodes of the last call
@@ -235,18 +262,21 @@ class _Slice:
 
 
 def _slices(
-    whole: Recording, calls: Sequence[LibraryCall], ends: Sequence[tuple[int, int]], counts: Sequence[int]
+    whole: Recording, calls: Sequence[LibraryCall], ends: Sequence[_Place], counts: Sequence[int]
 ) -> list[_Slice]:
-    assert all(whole.nodes[first - 1].kind == "kernel" for first, _ in ends)
+    if any(whole.nodes[first - 1].kind != "kernel" for first, *_ in ends):
+        raise RunTogetherError("a library call comes after no kernel")
     libraries = [i for i, a in enumerate(whole.allocations) if a.library]
     taken = list(accumulate((len(call.operands) for call in calls), initial=0))
     returned = list(accumulate(counts, initial=0))
     made = range(whole.n_inputs, len(whole.allocations))
     found = []
-    for at, (first, end) in enumerate(ends):
+    for at, (first, end, low, high) in enumerate(ends):
         if end == first:
             raise NotComputableError(f"{calls[at].event.function} records nothing")
-        born = [i for i in made if first <= whole.allocations[i].birth < end and i not in libraries]
+        born = [i for i in made if low <= whole.allocations[i].address < high and i not in libraries]
+        if any(whole.allocations[i].birth >= end for i in born):
+            raise NotComputableError(f"{calls[at].event.function} takes memory after its last node")
         # A library's workspace came with the first call that used the library.
         mine = [*range(taken[at], taken[at + 1]), *born, *libraries]
         regions = {region: i for i, region in enumerate(mine)}
@@ -269,7 +299,7 @@ def _slices(
         steps = whole.steps[bisect.bisect_left(whole.steps, first) : bisect.bisect_right(whole.steps, end)]
         order = whole.order.piece(first, end)
         if order is None:
-            raise NotComputableError(f"{calls[at].event.function} is not over when the next call begins")
+            raise RunTogetherError(f"{calls[at].event.function} is not over when the next call begins")
         recording = Recording(
             whole.nodes[first:end],
             order,

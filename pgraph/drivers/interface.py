@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -194,11 +194,14 @@ class Session(abc.ABC):
         """Names of a generated module to replace while it is captured (allocators, host kernels)."""
 
     @abc.abstractmethod
-    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(
+        self, with_kept: bool = True, tracked: Set[int] = frozenset()
+    ) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         """End the capture: the graph's handle, its nodes, and their order.
 
         Args:
             with_kept: False where nobody will ask for `NodeRecord.kept`: it takes long to read.
+            tracked: addresses of allocations of which nobody will ask whether they were kept.
 
         Raises:
             CaptureError: the driver refused something on the way.

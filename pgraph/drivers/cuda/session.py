@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -101,7 +101,9 @@ class CudaSession(Session):
     ) -> dict[str, Any]:
         return {"empty_strided_cuda": empty_strided} if "empty_strided_cuda" in namespace else {}
 
-    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(
+        self, with_kept: bool = True, tracked: Set[int] = frozenset()
+    ) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         self._ended = True
         error, graph = cu.cuStreamEndCapture(self._stream.cuda_stream)
         if error != cu.CUresult.CUDA_SUCCESS:
@@ -109,7 +111,7 @@ class CudaSession(Session):
             _clear_last_error()
             raise lost("the driver ended the capture", int(error))
         owner = CudaGraph(graph, ())
-        self._hidden = self._read_hidden()
+        self._hidden = self._read_hidden(tracked)
         owner.nodes, order = ordered_nodes(graph)
         if not self._nodes.was_right(order):
             raise RecountError("nodes were counted along one path, and there are several")
@@ -118,7 +120,7 @@ class CudaSession(Session):
     def hidden(self) -> list[HiddenAllocation]:
         return self._hidden
 
-    def _read_hidden(self) -> list[HiddenAllocation]:
+    def _read_hidden(self, tracked: Set[int] = frozenset()) -> list[HiddenAllocation]:
         self._pools.renew()  # the log comes with all that lies in the pool that is named
         try:
             found = read_trace(self.arena, self._pools.latest)
@@ -128,10 +130,14 @@ class CudaSession(Session):
         if self._shared_history and len(found) < self.arena.segments:
             workspaces.drop(self._stream.cuda_stream, self.arena)
             raise CaptureError(_history_too_short(len(found), self.arena.segments))
-        if all(h.freed for h in found):
+        held = {h.address for h in found if not h.freed} - tracked
+        if not held:
             return found
-        # Held by a tensor of the program (the recorder knows those) or by a library, whose
-        # workspaces can be asked back.
+        # Held by a library, whose workspaces can be asked back.
+        if held <= workspaces.kept():
+            workspaces.drop(self._stream.cuda_stream, self.arena)
+            if held.isdisjoint(workspaces.kept()):
+                return found
         before: list[HiddenAllocation] = []
         if not self._shared_history:
             clear_trace()  # it was read: only what follows is of interest

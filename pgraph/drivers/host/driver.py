@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -91,7 +91,9 @@ class HostSession(Session):
     def hidden(self) -> list[HiddenAllocation]:
         return list(self._hidden)
 
-    def end(self, with_kept: bool = True) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
+    def end(
+        self, with_kept: bool = True, tracked: Set[int] = frozenset()
+    ) -> tuple[Any, tuple[NodeRecord, ...], Topology]:
         fault.active().reach("second-end" if self._second else "end")
         order = topology(len(self._nodes), self._edges)
         return HostGraph(order), tuple(self._nodes), order
