@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,30 @@ def test_the_one_that_is_kept_is_lent() -> None:
     assert made.plan.peak < SIZE, "the plan counts no workspace"
     with pytest.raises(PlanError, match="region 1 has no block"):
         made.plan.location(1)
+
+
+@pytest.mark.parametrize("size", [4096, SIZE])
+def test_the_allocator_is_asked_once_how_large_a_workspace_is(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask it takes long in a large program. What is larger than was seen is asked again."""
+    asked, address = [], 1 << 30
+
+    def segments() -> list[dict[str, Any]]:
+        asked.append(address)
+        return [{"blocks": [{"address": address - 512, "size": 512}, {"address": address, "size": size}]}]
+
+    found = SimpleNamespace(pg_current_workspace=lambda stream, nbytes: address)
+    monkeypatch.setattr(workspaces.libraries, "load_workspaces", lambda: found)
+    monkeypatch.setattr(workspaces.snapshot, "segments", segments)
+    monkeypatch.setattr(workspaces, "_seen", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    assert [workspaces.lends(7, nbytes) for nbytes in (4096, 64, 4096)] == [True] * 3
+    assert len(asked) == 1
+    assert workspaces.lends(7, SIZE) is (size == SIZE)
+    assert len(asked) == (1 if size == SIZE else 2)
+    address = 0
+    assert not workspaces.lends(7, 64)
 
 
 def with_another(nbytes: int) -> list[Recording]:

@@ -49,15 +49,22 @@ def drop(stream: int, arena: Arena) -> None:
         library.pg_drop_workspaces(stream, arena.low, arena.high)
 
 
+_seen: dict[int, int] = {}  # bytes that a workspace of each device was seen to have
+
+
 def lends(stream: int, nbytes: int) -> bool:
-    """Whether PyTorch keeps a workspace of so many bytes for this thread and its current stream."""
+    """Whether PyTorch keeps a workspace of so many bytes for this thread and its current stream.
+
+    Those of a device are all of one size, or PyTorch tells (`has` in ``native/workspaces.cpp``). So the
+    allocator, which takes long in a large program, is asked once.
+    """
     library = libraries.load_workspaces()
     address = library.pg_current_workspace(stream, nbytes) if library is not None else 0
-    return any(
-        block["address"] == address and block["size"] >= nbytes
-        for segment in (snapshot.segments() if address else ())
-        for block in segment["blocks"]
-    )
+    device = torch._C._cuda_getDevice() if address else -1
+    if address and _seen.get(device, 0) < nbytes:
+        blocks = (block for segment in snapshot.segments() for block in segment["blocks"])
+        _seen[device] = max((b["size"] for b in blocks if b["address"] == address), default=0)
+    return bool(address) and _seen[device] >= nbytes
 
 
 def current(stream: int, nbytes: int) -> int:
