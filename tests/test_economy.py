@@ -198,6 +198,7 @@ def test_a_server_whose_sizes_each_need_a_plan() -> None:
     program = Program(**times, purse=Purse(), ops=300)
     program.calls_of(sizes[:300])
     assert len(program.captured) == 32
+    assert program.economy.few
     before = program.now
     program.calls_of(sizes[300:])
     assert program.now - before < 1.1 * 300 * program.launch
@@ -240,6 +241,7 @@ def test_what_may_be_spent_at_the_start_is_for_programs_that_it_is_enough_for() 
         program.call(rng.randrange(16, 257))
         assert program.now <= 1.0101 * step * program.own
     assert program.captured
+    assert not program.economy.few
     few = Program(own=9e-3, launch=4e-3, cost=0.16, computing=0.045, purse=Purse(), ops=800)
     few.calls_of(rng.randrange(16) for _ in range(400))
     assert len(few.captured) == 16

@@ -151,6 +151,9 @@ def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
         assert (replication.over, replication._sets, recipe.room) == (True, [], 0), "nothing is kept"
     _, recipe = told(lambda count: count, shared=True, launches=3)
     assert not recipe.others, "hundreds of sizes may be launched a few times each"
+    for launches in (1, 2):
+        _, recipe = told(lambda count: count, shared=True, few=True, launches=launches)
+        assert len(recipe.others) == launches - 1, "of a few sizes each comes again"
 
 
 SLOTS = 16
@@ -205,10 +208,11 @@ def told(
     room: int = 1 << 30,
     launches: int = 600,
     shared: bool = False,
+    few: bool = False,
 ) -> tuple[Replication, Recipes]:
     """What is decided after so many launches."""
     recipe = Recipes()
-    made = Replication("p", [(recipe, 10)], driver or Driver(), shared)  # type: ignore[list-item]
+    made = Replication("p", [(recipe, 10)], driver or Driver(), shared, few)  # type: ignore[list-item]
     for count in range(launches):
         recipe.launch(found(count))
         if not made.over:

@@ -149,8 +149,8 @@ class SpecializationCache:
             if (built := specialization.built) is None:
                 return
             if (replication := specialization.replication) is None:
-                shared = len(self._holdings.group_of(specialization).members) > 1
-                replication = Replication(self._stats.name, built.parts, self._driver, shared)
+                shared, few = len(self._holdings.group_of(specialization).members) > 1, self.economy.few
+                replication = Replication(self._stats.name, built.parts, self._driver, shared, few)
                 specialization.replication = replication
             if rewritten < replication.worth:
                 return

@@ -115,6 +115,7 @@ class Economy:
     Attributes:
         rests_until: until then no capture pays, whatever comes.
         sizes: how many came.
+        few: all that are to be expected were found to pay, and soon.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Economy:
         self.sizes = self._made = self._again = self._calls = self._looks = 0
         self._counted = self._looked = 0  # launches and looks when that was told
         self.rests_until = float("-inf")
+        self.few = False
 
     def met(self, calls: int, now: float) -> None:
         """A size came for the first time.
@@ -236,6 +238,7 @@ class Economy:
         if computed and saves >= cost:
             return True
         if self._starts(now, cost, learning or computed):
+            self.few = True
             return True
         wait = self._wait(now, cost)
         if wait <= 0.0 and self._worth(runs, calls, cost, computed, learning):

@@ -15,6 +15,7 @@ launches found, and leaves the shared ones to the others. Grids differ from size
 H100 it takes 0.5 us to set another grid for a node, and 1 us more at the next launch, which waits for the one
 before if that still runs; another address takes 0.2 us. The driver makes an exec in as little time (1.3 us a
 node), but it takes memory: that is why a size does not get one with its first launch. There may be hundreds.
+Where few sizes are expected (`pgraph.runtime.economy`), a size gets its own as soon as it comes again.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class _Pace(NamedTuple):
 
 
 _ALONE: Final = _Pace(8, 24, 512)
-_OF_SEVERAL: Final = _Pace(1, 3, 36)  # a server of 32 sizes has them after some 200 calls
+_OF_SEVERAL: Final = _Pace(1, 3, 36)
+_OF_FEW: Final = _Pace(1, 1, 36)  # a server of 32 sizes has nearly all of them after some 250 calls
 
 
 class Replication:
@@ -80,6 +82,7 @@ class Replication:
         recipes: of its chunks, with the number of each one's nodes.
         driver: makes replicas.
         shared: whether other sizes use the same execs.
+        few: whether few sizes are expected.
 
     Attributes:
         worth: nodes that a launch must set to count.
@@ -90,10 +93,15 @@ class Replication:
     """
 
     def __init__(
-        self, name: str, recipes: Sequence[tuple[Recipe, int]], driver: Driver, shared: bool = False
+        self,
+        name: str,
+        recipes: Sequence[tuple[Recipe, int]],
+        driver: Driver,
+        shared: bool = False,
+        few: bool = False,
     ) -> None:
         self._name, self._shared = name, shared
-        self._pace = _OF_SEVERAL if shared else _ALONE
+        self._pace = (_OF_FEW if few else _OF_SEVERAL) if shared else _ALONE
         self._recipes = tuple(recipes)
         self._driver = driver
         self.worth = max(FEW, -(-sum(nodes for _, nodes in recipes) // PART))

@@ -221,7 +221,7 @@ class CudaDriver(Driver):
         return GhostPeaks(str(self.device), allocated, reserved) if allocated or reserved else None
 
     def _peaks(self) -> tuple[int, int]:
-        numbers = torch.cuda.memory_stats_as_nested_dict(self.device)
+        numbers = snapshot.numbers(self.device.index)
         return tuple(numbers[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
 
     @contextlib.contextmanager

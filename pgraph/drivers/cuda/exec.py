@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
+from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.graph import CudaGraph, not_ours, rebound_copies
 from pgraph.drivers.cuda.nodes import check, succeeded
 from pgraph.drivers.cuda.settings import RecipeLayout
@@ -60,8 +61,8 @@ def _outside_allocator() -> int:
     PyTorch. What other processes do on the device remains in it; nothing tells a process's own share. So
     `_at_most` bounds what is believed.
     """
-    free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_stats_as_nested_dict()["reserved_bytes"]["all"]["current"]
+    free, total = check(cu.cuMemGetInfo())
+    reserved = snapshot.numbers(torch._C._cuda_getDevice())["reserved_bytes"]["all"]["current"]
     return int(total - free - reserved)
 
 

@@ -33,7 +33,7 @@ def restore(device: torch.device, allocated: int, reserved: int) -> bool:
     """
     if not divides_blocks():
         return False
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    stats = snapshot.numbers(device.index)
     now = [stats[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes")]
     plan = lift((allocated, reserved), (now[0], now[1]), _free_blocks(device))
     if plan is None or plan.ghosts % _SMALLEST_SEGMENT:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
-from pgraph.drivers.cuda.nodes import KernelParams, succeeded
+from pgraph.drivers.cuda.nodes import succeeded
 from pgraph.drivers.cuda.settings import ALIGNED, RecipeLayout
 from pgraph.drivers.execs import Recipe
 from pgraph.errors import DriverError
@@ -84,13 +84,11 @@ class CudaRecipe(Recipe):
         made.exec, made._turns, made._others, made._entries = exec, None, (), None
         made._itself = True
         made._memory = ctypes.create_string_buffer(len(self._memory))
-        base, old = -(-ctypes.addressof(made._memory) // ALIGNED) * ALIGNED, ctypes.addressof(self._entry)
+        address, old = ctypes.addressof(made._memory), ctypes.addressof(self._entry)
+        base = -(-address // ALIGNED) * ALIGNED
         ctypes.memmove(base, old, ctypes.sizeof(self._words))
+        self._layout.moved(memoryview(made._memory).cast("B")[base - address :], base - old)
         made._lie_at(base, len(self._settings), len(self._slots))
-        for node, setting, count in zip(exec.nodes, made._settings, self._layout.tables, strict=True):
-            setting.params += base - old
-            if node.kind == KERNEL:
-                _move(KernelParams.from_address(setting.params), count, base - old)
         exec.used()
         return made
 
@@ -202,19 +200,3 @@ def _unfilled(count: int) -> Any:
     """So many words. ctypes would fill them: 4 MB and 2 ms for 512 launches that may come."""
     words = ctypes.c_uint64 * count
     return words.from_buffer(mmap.mmap(-1, ctypes.sizeof(words))) if count else words()
-
-
-def _move(params: KernelParams, count: int, by: int) -> None:
-    """Have a struct that was copied, with all that it points to, point to the copies.
-
-    Args:
-        count: see `RecipeLayout.tables`.
-    """
-    if params.extra:
-        params.extra += by
-        words = (ctypes.c_uint64 * 4).from_address(params.extra)
-        words[1], words[3] = words[1] + by, words[3] + by
-        return
-    params.kernel_params += by
-    table = (ctypes.c_uint64 * count).from_address(params.kernel_params)
-    table[:] = [pointer + by for pointer in table]

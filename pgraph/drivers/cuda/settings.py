@@ -42,7 +42,6 @@ class RecipeLayout:
     Attributes:
         nbytes: of a block.
         settings, slots: where its `SettingEntry` and `SlotEntry` begin.
-        tables: how many parameters each node's struct points to one by one.
     """
 
     def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
@@ -53,7 +52,6 @@ class RecipeLayout:
         head = self.slots + ctypes.sizeof(SlotEntry) * len(slots)
         self._params, self._structs, self.nbytes = places(nodes, head)
         self._begin = self._structs[-1] + _struct_bytes(nodes[-1]) if nodes else head  # of the parameters
-        self.tables = array.array("H", map(_pointed_to, nodes))
         form, at = "=", self._begin
         for node, place in zip(nodes, self._params, strict=True):
             form += f"{place - at}x{len(node.params)}s"
@@ -91,6 +89,11 @@ class RecipeLayout:
             self._latest, self._packed = slots, self._rows.pack(*[n for row in rows for n in row])
         block[self.slots : self.slots + len(self._packed)] = self._packed
         self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
+
+    def moved(self, block: memoryview, by: int) -> None:
+        """Have a block that was copied from `by` bytes before it point to itself."""
+        words = int.from_bytes(block[: self._begin], sys.byteorder) + by * self._ones
+        block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
 
     def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
         """What comes before the parameters in a block at address 0, without the slots; and a 1 in each word
