@@ -18,7 +18,7 @@ from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import DriverError
 from pgraph.runtime import registry, replication
 from pgraph.runtime.budget import EXEC_BYTES, NODE_BYTES
-from pgraph.runtime.replication import MOST, Replication
+from pgraph.runtime.replication import MOST, Replication, _Sets
 
 LAYERS = 5
 
@@ -251,6 +251,19 @@ def test_no_further_exec(
     assert recipe.others == []
     assert made.nbytes == 0
     assert not [record for record in caplog.records if record.levelname == "WARNING"]  # nothing went wrong
+
+
+@pytest.mark.parametrize(("found", "most"), [(lambda count: count, 168), (lambda count: count % 160, 600)])
+def test_launches_that_find_new_sets_all_the_time_are_watched_no_longer(
+    found: Callable[[int], int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with all sets there are. Where sets come again, it is seen that they are too many."""
+    compared = []
+    like = _Sets._like
+    monkeypatch.setattr(_Sets, "_like", lambda self, words: compared.append(self._count) or like(self, words))
+    made, _ = told(found)
+    assert made.over
+    assert MOST < len(compared) <= most
 
 
 @pytest.mark.parametrize("where", ["mark", "passed", "replica"])

@@ -52,6 +52,7 @@ SHARE: Final = 1 / 2
 
 _WINDOWS = (24, 72, 216, 512)  # so many of the last ones: earlier ones may have found what never comes again
 _REPEATED = 3 / 4  # of the launches that found what others did, nearly
+_FLUX = 72  # of so many, most found a new set: it goes on like this
 _ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
 
 
@@ -135,7 +136,7 @@ class Replication:
             self._passed = self._driver.mark()
         if watched > 0 and watched % pace.look == 0:
             self._decide(self._wanted(), room)
-            self.over |= watched >= pace.last
+            self.over |= watched >= pace.last or any(sets.too_many() for sets in self._sets)
             self._waited = 0
         if watched >= 0 and watched % pace.look == 0 and not self.over and not self._shared:
             for recipe, _ in self._recipes:
@@ -196,6 +197,13 @@ class _Sets:
             if not self._count:
                 self._words = words.new_empty(self._room, len(words))
             self._of.append(self._like(words))
+
+    def too_many(self) -> bool:
+        """Whether more sets came than may take turns, and new ones come all the time. Each launch is compared
+        with all of them, which takes longer than what replicas save once there are hundreds.
+        """
+        latest, before = self._of[-_FLUX:], max(self._of[:-_FLUX], default=-1)
+        return self._count > MOST and 2 * sum(number > before for number in set(latest)) > _FLUX
 
     def _like(self, words: torch.Tensor) -> int:
         if self._count:
