@@ -55,7 +55,7 @@ def record(
         driver: where to capture.
         arena: ghost addresses to use; must outlive the second capture too.
         fn: the partition's code.
-        inputs: today's arguments; only their layout is read.
+        inputs: today's arguments, of which only the layout is read; an `Operand` for a tensor will do.
         alignments: bytes, a power of two per device tensor in `inputs`: its ghost has exactly this
             alignment (up to `ALIGNMENT`), so that no kernel is chosen that needs more.
         namespaces: globals of generated modules that allocate by themselves.
@@ -88,13 +88,6 @@ def record(
     raise failure
 
 
-@functools.cache
-def _undisturbed() -> Callable[..., Recording]:
-    """`_record`, Dynamo off for all of it: see `UnwrappedMode`."""
-    off: Callable[..., Recording] = torch.compiler.disable(_record)
-    return off
-
-
 def _record(
     recorder: Recorder,
     session: Session,
@@ -104,10 +97,7 @@ def _record(
     namespaces: Sequence[Any],
     with_kept: bool,
 ) -> Recording:
-    arguments: list[Any] = []
-    for value in inputs:
-        ghostly = isinstance(value, torch.Tensor) and value.device == session.arena.device
-        arguments.append(recorder.alias(value, alignments[len(recorder.inputs)]) if ghostly else value)
+    arguments = [recorder.argument(value, alignments) for value in inputs]
     n_inputs = len(recorder.inputs)
     with contextlib.ExitStack() as stack:
         for namespace in namespaces:
@@ -132,6 +122,9 @@ def _record(
     ghosts = (session.arena.low, session.arena.position)
     ops = recorder.builtin_nodes(order), recorder.steps(order), tuple(recorder.ops)
     return Recording(nodes, order, allocations, n_inputs, specs, ghosts, graph, *ops)
+
+
+_undisturbed = functools.cache(lambda: torch.compiler.disable(_record))  # Dynamo is off: see `UnwrappedMode`
 
 
 def _merge(ranges: list[GhostRange], n_inputs: int) -> tuple[list[GhostRange], list[int]]:

@@ -18,6 +18,7 @@ from pgraph.capture.failures import failure_of, library_kept, not_recorded
 from pgraph.capture.parts import RECORDED_IN_PARTS, in_parts, joined
 from pgraph.compat import UnwrappedMode, lazily
 from pgraph.drivers.interface import ALIGNMENT, Arena, Session, extent
+from pgraph.drivers.operands import Operand
 from pgraph.errors import CaptureError
 from pgraph.native import ghosts
 from pgraph.native.timeline import Place
@@ -167,15 +168,34 @@ class Recorder(UnwrappedMode):
     def arena(self) -> Arena:
         return self._arena
 
+    def argument(self, value: Any, alignments: Sequence[int]) -> Any:
+        """A ghost for an argument of the device, aligned as its turn among these says; else the argument."""
+        if isinstance(value, Operand):
+            alignment = alignments[len(self.inputs)]
+            return self._input(value.size, value.stride, value.dtype, value.offset, alignment)
+        if isinstance(value, torch.Tensor) and value.device == self._arena.device:
+            return self.alias(value, alignments[len(self.inputs)])
+        return value
+
     def alias(self, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
         """A ghost with the layout and storage offset of a real input, and no more than `alignment`."""
-        nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
+        layout = tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
+        return self._input(*layout, alignment, (tensor.is_conj(), tensor.is_neg()))
+
+    def _input(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        offset: int,
+        alignment: int,
+        lazy: tuple[bool, bool] = (False, False),
+    ) -> torch.Tensor:
+        nbytes = extent(size, stride) * dtype.itemsize
         address = self._arena.take(nbytes, alignment % ALIGNMENT)
-        ghost = self._arena.tensor(
-            address, tensor.size(), tensor.stride(), tensor.dtype, int(tensor.storage_offset())
-        )
+        ghost = self._arena.tensor(address, size, stride, dtype, offset)
         self._timeline.track(ghost, address, nbytes, 0)
-        ghost = lazily(ghost, tensor.is_conj(), tensor.is_neg())
+        ghost = lazily(ghost, *lazy)
         self.inputs.append(weakref.ref(ghost))
         self.counters.append(self._calls.counter_of(ghost))
         return ghost

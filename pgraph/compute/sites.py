@@ -38,7 +38,7 @@ from pgraph.errors import CaptureError, MatchError, RecountError
 from pgraph.template.match import match
 from pgraph.template.proofs import Proofs
 from pgraph.template.ranges import RangeMap
-from pgraph.template.recording import Recording
+from pgraph.template.recording import GhostAllocation, Recording
 from pgraph.template.template import Slot, slots_of
 
 __all__ = ["LibraryCall", "Sites"]
@@ -147,9 +147,8 @@ class Sites:
         aligned = [_alignment(operand.address) for operand in operands]
         with contextlib.ExitStack() as arenas:
             one = arenas.enter_context(driver.arena(0))
-            inputs = [_tensor(one, operand) for operand in operands]
             capture = functools.partial(
-                _capture, driver, calls=calls, inputs=inputs, aligned=aligned, spaced=self._spaced
+                _capture, driver, calls=calls, inputs=operands, aligned=aligned, spaced=self._spaced
             )
             first, ends, results = capture(one)
             slices = _slices(first, calls, ends, results)
@@ -198,7 +197,7 @@ def _capture(
     arena: Arena,
     *,
     calls: Sequence[LibraryCall],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Operand],
     aligned: Sequence[int],
     spaced: bool,
     like: Sequence[Any] = (),
@@ -282,10 +281,13 @@ def _slices(
         regions = {region: i for i, region in enumerate(mine)}
         n_inputs = taken[at + 1] - taken[at]
         allocations = tuple(
-            dataclasses.replace(
-                a := whole.allocations[region],
-                birth=max(a.birth - first, 0),
-                death=min(a.death, end) - first if a.death is not None and i >= n_inputs else None,
+            GhostAllocation(
+                (a := whole.allocations[region]).address,
+                a.nbytes,
+                max(a.birth - first, 0),
+                min(a.death, end) - first if a.death is not None and i >= n_inputs else None,
+                a.margin,
+                a.library,
             )
             for i, region in enumerate(mine)
         )
@@ -318,12 +320,6 @@ def _constants(calls: Sequence[LibraryCall]) -> RangeMap:
     """Memory of tensors that the code holds."""
     held = [a.untyped_storage() for call in calls for a in call.arguments if isinstance(a, torch.Tensor)]
     return RangeMap(sorted({(storage.data_ptr(), storage.nbytes(), 0) for storage in held}))
-
-
-def _tensor(arena: Arena, operand: Operand) -> torch.Tensor:
-    """A tensor of the same layout, to be aliased by a ghost: its own address does not matter."""
-    address = arena.low + ALIGNMENT + operand.offset * operand.dtype.itemsize
-    return arena.tensor(address, operand.size, operand.stride, operand.dtype, operand.offset)
 
 
 def _alignment(address: int) -> int:
