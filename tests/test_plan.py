@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support_plan import (
     MIB,
     Build,
+    chain_of,
     eager_peak,
     layer_forward,
     model_backward,
@@ -24,7 +25,7 @@ from support_plan import (
 
 from pgraph.errors import PlanError
 from pgraph.template.lifetimes import Lifetime
-from pgraph.template.packing import EXHAUSTIVE_NODES, MORE, Chain
+from pgraph.template.packing import EXHAUSTIVE_NODES, MORE
 from pgraph.template.plan import make_plan
 
 
@@ -71,7 +72,7 @@ def test_plan_is_sound_within_the_limit_and_minimal(
     if n == 0:
         assert len(plan.chunks) == bool(lives)
         return
-    chain = Chain(n, lives)
+    chain = chain_of(n, lives)
     assert len(plan.chunks) == fewest_chunks(n, lambda a, b: chain.pack(a, b, None).held, limit)
 
 
@@ -88,7 +89,7 @@ def test_long_chains_never_need_more_chunks_than_equal_size_sharing(seed: int, n
     costs = equal_sizes_costs(n, lives)
     assert len(plan.chunks) <= fewest_chunks(n, lambda a, b: costs[a, b], limit)
     # The rule is monotone in both ends and packing stays below it: what makes greedy cuts optimal.
-    chain = Chain(n, lives)
+    chain = chain_of(n, lives)
     for (a, b), cost in costs.items():
         assert a + 1 == b or (costs[a, b - 1] <= cost and costs[a + 1, b] <= cost)
         if (a + b) % 7 == 0:

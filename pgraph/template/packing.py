@@ -35,7 +35,7 @@ import operator
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from pgraph.template.lifetimes import GRANULE, Lifetime, survives
+from pgraph.template.lifetimes import GRANULE, Lives
 
 __all__ = ["EXHAUSTIVE_NODES", "MORE", "Chain", "Lane", "Packed"]
 
@@ -130,58 +130,33 @@ class _Idle:
 
 
 class Chain:
-    """Lifetimes indexed by node, in order of birth, and the search for cuts.
+    """Regions of certain sizes, and the search for cuts.
 
-    Regions are renumbered 0.. in order of birth. A chain without nodes counts as one node.
+    Args:
+        lives: when they exist; they are numbered as there.
+        nbytes: of each, numbered likewise.
     """
 
-    def __init__(self, n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
-        self.n_nodes = n_nodes
-        n = self.n = max(n_nodes, 1)
-        last, lasting = n - 1, survives(n_nodes)
-        starts = [life.birth if life.birth < last else last for life in lifetimes]
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        self.lives = [lifetimes[i] for i in order]
-        self.start = [starts[i] for i in order]
-        self.size = [-(-life.nbytes // GRANULE) * GRANULE for life in self.lives]
-        self.end = ends = list[int]()
-        born, freed = list[int](), list[int]()
-        inputs, alive = [0] * (n + 2), [0] * (n + 2)
-        births, carried = [0] * (n + 2), [0] * n
-        for r, (life, start, size) in enumerate(zip(self.lives, self.start, self.size, strict=True)):
-            end = life.death
-            if end == lasting:
-                end = n + 1
-            elif end <= start:
-                end = start + 1  # what dies at its birth is treated as used by that node: the safe reading
-            ends.append(end)
-            if life.kind == "input":
-                freed.append(r)
-                inputs[0] += size
-                inputs[end] -= size
-            else:
-                born.append(r)
-                births[start + 1] += 1
-                alive[start] += size
-                alive[end] -= size
-                carried[start] -= size
-        self._born, self._births = born, list(itertools.accumulate(births))
-        self._dying, self._deaths = self._by_end(born)
-        self._freed, self._frees = self._by_end(freed)
-        self.inputs = list(itertools.accumulate(inputs))  # bytes of inputs not released before node k
-        self.alive = list(itertools.accumulate(alive))  # bytes of other regions alive at node k
-        # Bytes of other regions alive on both sides of border k.
-        self.carried = list(map(operator.add, carried, self.alive))
+    def __init__(self, lives: Lives, nbytes: Sequence[int]) -> None:
+        self.lives, self.n_nodes = lives, lives.n_nodes
+        n = self.n = lives.n
+        self.start, self.end = lives.start, lives.end
+        self._born, self._births = lives.born, lives.births
+        self._dying, self._deaths = lives.dying, lives.deaths
+        self.size = [-(-size // GRANULE) * GRANULE for size in nbytes]
+        # Bytes that have come or gone, summed up region by region.
+        born, died, freed = (
+            list(itertools.accumulate(map(self.size.__getitem__, which), initial=0))
+            for which in (lives.born, lives.dying, lives.freed)
+        )
+        here = [born[i] for i in lives.births[: n + 1]]  # by how many start before each node
+        gone = [died[i] for i in lives.deaths[1 : n + 1]]  # by how many end up to each node
+        self.inputs = [freed[-1] - freed[i] for i in lives.frees[1 : n + 1]]  # not released before node k
+        self.alive = list(map(operator.sub, here[1:], gone))  # bytes of other regions alive at node k
+        self.carried = list(map(operator.sub, here, gone))  # those alive on both sides of border k
         self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
         self._fitted: dict[tuple[int, int, int], bool] = {}  # by start, end and limit
         self._sure: dict[tuple[int, int], int] = {}  # by start and limit
-
-    def _by_end(self, regions: list[int]) -> tuple[list[int], list[int]]:
-        """These in the order in which they end, and how many end before each node."""
-        counts = [0] * (self.n + 3)
-        for r in regions:
-            counts[self.end[r] + 1] += 1
-        return sorted(regions, key=self.end.__getitem__), list(itertools.accumulate(counts))
 
     def deaths(self, a: int, b: int) -> list[int]:
         """What ends at nodes ``[a, b)``, node by node, without inputs."""
@@ -189,7 +164,7 @@ class Chain:
 
     def releases(self, a: int, b: int) -> list[int]:
         """Inputs that end at nodes ``[a, b)``, node by node."""
-        return self._freed[self._frees[a] : self._frees[b]]
+        return self.lives.freed[self.lives.frees[a] : self.lives.frees[b]]
 
     def packed(self, a: int, b: int) -> Packed:
         """The packing of chunk ``[a, b)``; the search for cuts may have made it already."""
