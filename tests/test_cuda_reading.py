@@ -356,16 +356,16 @@ class Added:
         self.reads += 1
         every = (*cuda_kept._ATTRIBUTES, *cuda_kept._HINTS)
         found = []
-        for node, given in self._nodes:
+        for node, told in self._nodes:
             has = zip(every, self.fresh[node.header[0]], strict=True)
-            stays = tuple(given[i][: len(v)] if i in given else v for i, v in has)
+            stays = tuple(told[i][: len(v)] if i in told else v for i, v in has)
             found.append(dataclasses.replace(node, kept=(5, "params", (), stays)))
         return tuple(found)
 
-    def kernel(self, function: int, *given: tuple[int, bytes]) -> NodeRecord:
+    def kernel(self, function: int, *wanted: tuple[int, bytes]) -> NodeRecord:
         """A node with these attributes, by their places, and otherwise those that are usual."""
         stays = [bytes(4)] * 13
-        for place, value in given:
+        for place, value in wanted:
             stays[place] = value
         header = (function, (1, 1, 1), (1, 1, 1), 0, 5, ("params", ()))
         return NodeRecord("kernel", "k", header, b"", kept=(5, "params", (), tuple(stays)))
