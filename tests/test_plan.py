@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from support_plan import (
 )
 
 from pgraph.errors import PlanError
+from pgraph.native import libraries
+from pgraph.template import packing
 from pgraph.template.lifetimes import Lifetime
 from pgraph.template.packing import EXHAUSTIVE_NODES, MORE
 from pgraph.template.plan import make_plan
@@ -202,3 +206,28 @@ def test_wrong_arguments_are_named() -> None:
         make_plan(1, [], slack_bytes=-5)
     with pytest.raises(PlanError, match="region 0 has no block in this plan"):
         make_plan(1, [Lifetime(0, 8, 0, 2, "input")]).location(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs(max_nodes=50, max_regions=90), st.data())
+def test_chunks_are_packed_alike_in_c(program: tuple[int, list[Lifetime]], data: st.DataObject) -> None:
+    n, lives = program
+    if libraries.load() is None:
+        pytest.skip("no C compiler")
+    chain = chain_of(n, lives)
+    a = data.draw(st.integers(0, chain.n - 1))
+    b = data.draw(st.integers(a + 1, chain.n))
+    whole = chain._pack_in_python(a, b, None)
+    limit = data.draw(st.none() | st.integers(0, whole.held))
+    wanted, found = chain._pack_in_python(a, b, limit), chain.pack(a, b, limit)
+    if limit is not None and wanted.held > limit:
+        assert found.held == wanted.held
+        return
+    assert dataclasses.astuple(wanted) == tuple(
+        x if isinstance(x, int) else list(x) for x in dataclasses.astuple(found)
+    )
+
+
+def test_as_many_idle_places_are_looked_at_in_c() -> None:
+    source = (pathlib.Path(libraries.__file__).parent / "rebind_plan.h").read_text()
+    assert f"enum {{ SCAN = {packing._SCAN} }}" in source

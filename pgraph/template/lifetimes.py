@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -133,6 +135,12 @@ class Lives:
         self.freed, self.frees = self._by_end(self.freed)
         self.birth_of = {life.region: life.birth for life in lifetimes}
         self.results = sorted([life.birth for life in lifetimes if life.kind == "output"])
+
+    @functools.cached_property
+    def tables(self) -> list[array.array[int]]:
+        """What C reads of them: `pg_chain`."""
+        found = self.start, self.end, self.born, self.births, self.dying, self.deaths
+        return [array.array("q", numbers) for numbers in found]
 
     def _by_end(self, regions: list[int]) -> tuple[list[int], list[int]]:
         """These in the order in which they end, and how many end before each node."""

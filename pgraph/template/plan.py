@@ -181,26 +181,23 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     ends: list[int] = []
     tenants: list[list[tuple[int, int]]] = []
     chunks: list[Chunk] = []
+    where = {}
     regions, end = chain.lives.regions, chain.end
     for a, b in itertools.pairwise(cuts):
-        packed = chain.packed(a, b)
-        first = len(sizes)
-        opened = [(min(lane.tenants), lane) for lane in packed.lanes if lane.owner < 0]
-        opened.sort(key=operator.itemgetter(0))
-        for _, lane in opened:
-            index = len(sizes)
-            sizes.append(lane.size)
-            tenants.append(lane.tenants)
-            ends.append(max([end[r] for r, _ in lane.tenants]))
-            for r, _ in lane.tenants:
-                block_of[r] = index
-        for lane in packed.lanes:
-            if lane.owner >= 0 and lane.tenants:
-                index = block_of[lane.owner]
-                tenants[index] = tenants[index] + lane.tenants
-                ends[index] = max(ends[index], *[end[r] for r, _ in lane.tenants])
-                for r, _ in lane.tenants:
-                    block_of[r] = index
+        packed, first = chain.packed(a, b), len(sizes)
+        blocks_of = [block_of[owner] if owner >= 0 else -1 for owner in packed.owners]
+        for r, lane, offset in sorted(zip(packed.regions, packed.lanes, packed.offsets, strict=True)):
+            index = blocks_of[lane]
+            if index < 0:
+                index = blocks_of[lane] = len(sizes)
+                sizes.append(packed.sizes[lane])
+                ends.append(0)
+                tenants.append([])
+            tenants[index].append((regions[r], offset))
+            where[regions[r]] = index, offset
+            block_of[r] = index
+            if end[r] > ends[index]:
+                ends[index] = end[r]
         died = {block_of[r] for r in chain.deaths(a + 1, b + 1)}
         chunks.append(
             Chunk(
@@ -212,14 +209,6 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 held=packed.held,
             )
         )
-    blocks = []
-    where = {}
-    for index, (nbytes, mine) in enumerate(zip(sizes, tenants, strict=True)):
-        if len(mine) > 1:
-            mine.sort()
-        placed = tuple([(regions[r], offset) for r, offset in mine])
-        for region, offset in placed:
-            where[region] = index, offset
-        blocks.append(Block(index, nbytes, placed))
+    blocks = tuple(map(Block, itertools.count(), sizes, map(tuple, tenants)))
     held = max([chunk.held for chunk in chunks])
-    return Plan(tuple(chunks), tuple(blocks), eager, held, chain.inputs[0], where)
+    return Plan(tuple(chunks), blocks, eager, held, chain.inputs[0], where)
