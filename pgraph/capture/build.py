@@ -98,7 +98,8 @@ def build(
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
     """
     start = time.perf_counter()
-    mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+    device = driver.device
+    mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == device])
 
     def planned(first: Recording, second: Recording, slots: tuple[Slot, ...]) -> Template:
         return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes, shelf)

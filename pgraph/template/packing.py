@@ -211,6 +211,8 @@ class Chain:
         held = library.pg_pack_chunk(addresses.buffer_info()[0], a, b, most, held, out.buffer_info()[0])
         if held < 0:
             return self._pack_in_python(a, b, limit)
+        if held > most:
+            return Packed(held, (), (), (), (), ())
         n_lanes, n_placed, at = out[:3]
         lanes, end = slice(3, 3 + 2 * n_lanes, 2), at + 3 * n_placed
         owners = out[4 : 4 + 2 * n_lanes : 2]

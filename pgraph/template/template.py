@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pgraph.template.lifetimes import Lives, survives
 from pgraph.template.plan import Plan
@@ -73,8 +73,9 @@ def slots_of(slots: Sequence[Slot], first: int, last: int) -> Sequence[Slot]:
     Args:
         slots: in the order of their nodes.
     """
-    start, end = (bisect.bisect_left(slots, node, key=lambda slot: slot.node) for node in (first, last))
-    return slots[start:end]
+    begin: tuple[Any, ...] = (first,)  # less than any slot of that node: they are compared as tuples
+    end: tuple[Any, ...] = (last,)
+    return slots[bisect.bisect_left(slots, begin) : bisect.bisect_left(slots, end)]
 
 
 class Frame:
@@ -214,7 +215,7 @@ def alike(template: Template, other: Template) -> Template:
 
 def borrowed(mine: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
     """The same items; where the others, as many of them, have an equal one in its place, it is that one."""
-    if mine == others:
+    if mine is others or mine == others:
         return others
     if len(mine) != len(others):
         return mine
