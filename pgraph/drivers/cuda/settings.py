@@ -23,7 +23,8 @@ ALIGNED: Final = 64
 # A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
-_HEAD: Final = "=Q7I"  # what comes before its pointers
+_HEAD: Final = struct.Struct("=Q7I")  # what comes before its pointers
+_ROW: Final = struct.Struct("=iiq")  # `SlotEntry`
 _CONTEXT: Final = KernelParams.ctx.offset
 
 
@@ -60,8 +61,8 @@ class RecipeLayout:
             form += f"{place - at}x{len(node.params)}s"
             at = place + len(node.params)
         self._contents = struct.Struct(form)
-        self._rows = struct.Struct("=" + "iiq" * len(slots))
-        self._packed: tuple[Sequence[Slot] | None, bytes] = None, b""  # the latest; set at once, for threads
+        # Slots of the latest, and their rows; set at once, for threads.
+        self._packed: tuple[Sequence[Slot] | None, bytes] = None, bytes(_ROW.size * len(slots))
         self._headers = [node.header for node in nodes]
         # What comes before the parameters, at address 0, and what the address is added to.
         image, ones = self._image(nodes, slots)
@@ -77,19 +78,30 @@ class RecipeLayout:
         """Fill a block at this address, all but its `RecipeEntry`."""
         words = self._words + base * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
+        put_head = _HEAD.pack_into
         for node, header, place in zip(nodes, self._headers, self._structs, strict=True):
             if node.header != header and node.kind == "kernel":
                 function, grid, dims, shared, ctx, _ = node.header
-                struct.pack_into(_HEAD, block, place, function, *grid, *dims, shared)
-                struct.pack_into("=Q", block, place + _CONTEXT, ctx)
-        latest, packed = self._packed
-        if slots != latest:
-            words_of, first = self._params, self._first
-            rows = [((words_of[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots]
-            packed = self._rows.pack(*[n for row in rows for n in row])
-            self._packed = slots, packed
+                put_head(block, place, function, *grid, *dims, shared)
+                if ctx != header[4]:
+                    struct.pack_into("=Q", block, place + _CONTEXT, ctx)
+        packed = self._rows_of(slots)
         block[self.slots : self.slots + len(packed)] = packed
         self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
+
+    def _rows_of(self, slots: Sequence[Slot]) -> bytes:
+        """The `SlotEntry` of each; those that the latest had likewise are as they were."""
+        latest, packed = self._packed
+        if slots == latest:
+            return packed
+        words_of, first, rows = self._params, self._first, bytearray(packed)
+        for i, (slot, old) in enumerate(zip(slots, latest or (None,) * len(slots), strict=True)):
+            if slot is not old and slot != old:
+                node, offset, region, delta = slot
+                _ROW.pack_into(rows, i * _ROW.size, (words_of[node - first] + offset) // 8, region, delta)
+        packed = bytes(rows)
+        self._packed = slots, packed
+        return packed
 
     def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
         """What comes before the parameters in a block at address 0, without the slots; and a 1 in each word
