@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
-from pgraph.template.lifetimes import GRANULE, Lifetime, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, survives
+from pgraph.template.packing import Chain
 from pgraph.template.plan import Plan
 
 MIB = 1 << 20
@@ -192,3 +193,9 @@ def layer_forward(hidden: int, inner: int) -> Build:
     build.temp(hidden, 11, 13)
     build.output(hidden, 12)
     return build
+
+
+def chain_of(n: int, lifetimes: Sequence[Lifetime]) -> Chain:
+    """Where cuts are searched for."""
+    lives = Lives(n, lifetimes)
+    return Chain(lives, [lifetimes[i].nbytes for i in lives.order])

@@ -110,7 +110,7 @@ def test_an_op_that_fails_while_captured_is_named_with_its_line(monkeypatch: pyt
 def test_what_the_driver_says_of_the_whole_recording_names_the_custom_ops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(self: HostSession, with_kept: bool) -> None:
+    def end(self: HostSession, with_kept: bool, *tracked: Any) -> None:
         raise CaptureError(Reason("capture-lost", "the driver ended the capture", "mark it"))
 
     monkeypatch.setattr(HostSession, "end", end)

@@ -229,11 +229,11 @@ def test_a_miscounted_capture_is_made_again(at: int, monkeypatch: pytest.MonkeyP
     ends: list[Any] = []
     real = HostSession.end
 
-    def end(self: HostSession, with_kept: bool) -> Any:
+    def end(self: HostSession, with_kept: bool, *tracked: Any) -> Any:
         ends.append(self.arena)
         if len(ends) == at + 1:
             raise RecountError("nodes were counted along one path, and there are several")
-        return real(self, with_kept)
+        return real(self, with_kept, *tracked)
 
     monkeypatch.setattr(HostSession, "end", end)
     built = build.build(HostDriver(), lambda args: [args.pop() + 1], [torch.ones(4)], [16])
@@ -260,7 +260,7 @@ def test_an_op_is_accused_of_recording_nothing_when_all_is_counted(
     monkeypatch.setattr(HostSession, "checked_count", lambda self: found)
     stopped = CaptureError(Reason("capture-lost", "it came to the end"))
 
-    def end(self: HostSession, with_kept: bool) -> Any:
+    def end(self: HostSession, with_kept: bool, *tracked: Any) -> Any:
         raise stopped
 
     monkeypatch.setattr(HostSession, "end", end)

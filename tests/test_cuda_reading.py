@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -316,3 +317,76 @@ def test_a_chain_in_its_order_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda_edges, "_functions", lambda: (graph.nodes, graph.get, graph.old))
     monkeypatch.setattr(cuda_edges, "in_order", lambda *args: pytest.fail("sorted"))
     assert cuda_edges.ordered_nodes(9) == ([103, 101, 102], chain(3))
+
+
+class Added:
+    """Graphs made by hand, over a stand-in: nodes that are added have the attributes of their function.
+
+    Attributes:
+        fresh: of a node that was only just added, by function.
+        reads: how often a whole graph was read.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, setting: bool) -> None:
+        self.assemble = pytest.importorskip("pgraph.drivers.cuda.assemble", reason="needs cuda-bindings")
+        self.fresh = dict.fromkeys((1, 2), (bytes(4),) * 13)
+        self.reads, self._setting = 0, setting
+        self._nodes: list[tuple[NodeRecord, dict[int, bytes]]] = []
+        for name, stands_in in {
+            "check": lambda told: (1,),
+            "cu": types.SimpleNamespace(cuGraphCreate=lambda flags: None),
+            "CudaGraph": lambda raw, nodes: types.SimpleNamespace(nodes=nodes, anchored=False),
+            "rebound_copies": lambda nodes, slots: [],
+            "_added": self._added,
+            "read_nodes": self._read,
+            "_fresh": {},
+        }.items():
+            monkeypatch.setattr(self.assemble, name, stands_in)
+        monkeypatch.setattr(cuda_kept, "_functions", lambda: (None, None, self._set))
+
+    def _added(self, graph: int, nodes: Sequence[NodeRecord], order: Any) -> list[int]:
+        self._nodes = [(node, {}) for node in nodes]
+        return list(range(len(nodes)))
+
+    def _set(self, node: int, attribute: int, value: Any) -> None:
+        if self._setting:
+            self._nodes[node][1][attribute] = value.raw
+
+    def _read(self, handles: Sequence[int]) -> tuple[NodeRecord, ...]:
+        self.reads += 1
+        every = (*cuda_kept._ATTRIBUTES, *cuda_kept._HINTS)
+        found = []
+        for node, told in self._nodes:
+            has = zip(every, self.fresh[node.header[0]], strict=True)
+            stays = tuple(told[i][: len(v)] if i in told else v for i, v in has)
+            found.append(dataclasses.replace(node, kept=(5, "params", (), stays)))
+        return tuple(found)
+
+    def kernel(self, function: int, *wanted: tuple[int, bytes]) -> NodeRecord:
+        """A node with these attributes, by their places, and otherwise those that are usual."""
+        stays = [bytes(4)] * 13
+        for place, value in wanted:
+            stays[place] = value
+        header = (function, (1, 1, 1), (1, 1, 1), 0, 5, ("params", ()))
+        return NodeRecord("kernel", "k", header, b"", kept=(5, "params", (), tuple(stays)))
+
+    def made(self, *nodes: NodeRecord) -> int | None:
+        """How often the graph of these was read until it was right; None if it never was."""
+        self.reads = 0
+        found = self.assemble.assembled(nodes, chain(len(nodes)), (), 0)
+        return None if found is None else self.reads
+
+
+def test_what_nodes_are_added_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their attributes are guessed from then on; a guess that is wrong costs another look, and no more."""
+    graphs = Added(monkeypatch, setting=True)
+    nodes = [graphs.kernel(1, (3, b"abcd")), graphs.kernel(2), graphs.kernel(1, (3, b"ef\0\0"), (0, b"wxyz"))]
+    assert [graphs.made(*nodes), graphs.made(*nodes), graphs.made(*nodes[::-1])] == [2, 1, 1]
+    graphs.fresh[1] = (b"hhhh", *graphs.fresh[1][1:])  # another function has the handle
+    assert [graphs.made(*nodes), graphs.made(*nodes), graphs.made(*nodes)] == [2, 2, 1]
+
+
+def test_attributes_that_cannot_be_set_make_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Added(monkeypatch, setting=False)
+    node = graphs.kernel(1, (3, b"abcd"))
+    assert [graphs.made(node), graphs.made(node), graphs.made(graphs.kernel(1))] == [None, None, 1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from pgraph.runtime import registry
 from pgraph.template import early
 from pgraph.template.early import RESULTS, SHARE, begun_early
-from pgraph.template.lifetimes import Lifetime
+from pgraph.template.lifetimes import Lifetime, Lives
 from pgraph.template.plan import Plan, make_plan
 
 
@@ -30,7 +30,7 @@ def forward(outputs: int) -> tuple[int, list[Lifetime]]:
 
 def split(n: int, lives: list[Lifetime], slack: int = 1 << 40) -> tuple[Plan, Plan]:
     plan = make_plan(n, lives, slack_bytes=slack)
-    return plan, begun_early(plan, lives)
+    return plan, begun_early(plan, Lives(n, lives))
 
 
 def test_an_eighth_of_the_results_is_enough_to_begin() -> None:
@@ -56,7 +56,7 @@ def test_results_of_the_first_node_are_not_split() -> None:
         build.output(512, 0)
     plan, begun = split(build.n, build.lives)
     assert begun is plan
-    assert begun_early(make_plan(0, []), []).chunks == ()
+    assert begun_early(make_plan(0, []), Lives(0, [])).chunks == ()
 
 
 @given(programs(max_nodes=30, max_regions=60), st.integers(1, 8), st.sampled_from([0, 4096, 1 << 40]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from support_plan import (
     MIB,
     Build,
+    chain_of,
     eager_peak,
     layer_forward,
     model_backward,
@@ -23,8 +26,10 @@ from support_plan import (
 )
 
 from pgraph.errors import PlanError
+from pgraph.native import libraries
+from pgraph.template import packing
 from pgraph.template.lifetimes import Lifetime
-from pgraph.template.packing import EXHAUSTIVE_NODES, MORE, Chain
+from pgraph.template.packing import EXHAUSTIVE_NODES, MORE
 from pgraph.template.plan import make_plan
 
 
@@ -71,7 +76,7 @@ def test_plan_is_sound_within_the_limit_and_minimal(
     if n == 0:
         assert len(plan.chunks) == bool(lives)
         return
-    chain = Chain(n, lives)
+    chain = chain_of(n, lives)
     assert len(plan.chunks) == fewest_chunks(n, lambda a, b: chain.pack(a, b, None).held, limit)
 
 
@@ -88,7 +93,7 @@ def test_long_chains_never_need_more_chunks_than_equal_size_sharing(seed: int, n
     costs = equal_sizes_costs(n, lives)
     assert len(plan.chunks) <= fewest_chunks(n, lambda a, b: costs[a, b], limit)
     # The rule is monotone in both ends and packing stays below it: what makes greedy cuts optimal.
-    chain = Chain(n, lives)
+    chain = chain_of(n, lives)
     for (a, b), cost in costs.items():
         assert a + 1 == b or (costs[a, b - 1] <= cost and costs[a + 1, b] <= cost)
         if (a + b) % 7 == 0:
@@ -201,3 +206,28 @@ def test_wrong_arguments_are_named() -> None:
         make_plan(1, [], slack_bytes=-5)
     with pytest.raises(PlanError, match="region 0 has no block in this plan"):
         make_plan(1, [Lifetime(0, 8, 0, 2, "input")]).location(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs(max_nodes=50, max_regions=90), st.data())
+def test_chunks_are_packed_alike_in_c(program: tuple[int, list[Lifetime]], data: st.DataObject) -> None:
+    n, lives = program
+    if libraries.load() is None:
+        pytest.skip("no C compiler")
+    chain = chain_of(n, lives)
+    a = data.draw(st.integers(0, chain.n - 1))
+    b = data.draw(st.integers(a + 1, chain.n))
+    whole = chain._pack_in_python(a, b, None)
+    limit = data.draw(st.none() | st.integers(0, whole.held))
+    wanted, found = chain._pack_in_python(a, b, limit), chain.pack(a, b, limit)
+    if limit is not None and wanted.held > limit:
+        assert found.held == wanted.held
+        return
+    assert dataclasses.astuple(wanted) == tuple(
+        x if isinstance(x, int) else list(x) for x in dataclasses.astuple(found)
+    )
+
+
+def test_as_many_idle_places_are_looked_at_in_c() -> None:
+    source = (pathlib.Path(libraries.__file__).parent / "rebind_plan.h").read_text()
+    assert f"enum {{ SCAN = {packing._SCAN} }}" in source

@@ -226,7 +226,7 @@ def internal_error(patch: pytest.MonkeyPatch) -> Iterable[Reason]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("injected")
 
-    patch.setattr(build, "make_plan", fails)
+    patch.setattr(build, "plan_of", fails)
     return run(HostFaults())
 
 

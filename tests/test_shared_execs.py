@@ -188,13 +188,13 @@ def test_plans_that_cut_elsewhere_do_not_share() -> None:
 
 def test_a_plan_is_told_where_others_were_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `test_sizes_of_a_backward_are_cut_alike` for what comes of it."""
-    told, make_plan = [], build.make_plan
+    told, plan_of = [], build.plan_of
 
     def planned(*args: Any, known: Any, **options: Any) -> Any:
         told.append(list(known))
-        return make_plan(*args, known=known, **options)
+        return plan_of(*args, known=known, **options)
 
-    monkeypatch.setattr(build, "make_plan", planned)
+    monkeypatch.setattr(build, "plan_of", planned)
     call = calls_of(host(fn, dynamic=True))
     call(twice((4, 5)))
     first, _ = (s.built.template.plan.borders for s in captured())
@@ -311,9 +311,9 @@ def test_what_execs_keep_is_asked_of_one_capture(monkeypatch: pytest.MonkeyPatch
     asked: list[bool] = []
     real = HostSession.end
 
-    def end(self: HostSession, with_kept: bool) -> Any:
+    def end(self: HostSession, with_kept: bool, *tracked: Any) -> Any:
         asked.append(with_kept)
-        return real(self, with_kept)
+        return real(self, with_kept, *tracked)
 
     monkeypatch.setattr(HostSession, "end", end)
     x = torch.randn(4)

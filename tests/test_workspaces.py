@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pathlib
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from pgraph.capture import build
 from pgraph.drivers.cuda import workspaces
+from pgraph.drivers.execs import Shelf
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.errors import PlanError
 from pgraph.launch.guards import Guards, TensorGuard
@@ -20,7 +23,7 @@ from pgraph.launch.lookup import numbered
 from pgraph.launch.program import program_of
 from pgraph.native import libraries
 from pgraph.template.lifetimes import survives
-from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording
+from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
 
@@ -137,6 +140,48 @@ def test_of_several_none_is_lent_where_none_is_kept() -> None:
     made = build._template(HostDriver(), *with_another(64), slots, frozenset(), [(0, 0)], 0)
     assert [r.kind for r in made.regions[4:]] == ["temp", "temp"]
     assert "workspace" not in {r.kind for r in made.regions}
+
+
+class Skeleton:
+    """What recordings of one form have in common."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sizes_of_one_skeleton_have_the_templates_that_they_would_have_alone(seed: int) -> None:
+    """Bytes, distances, names and layouts differ, what is lent and what callers keep may do so."""
+    rng, shelf, skeleton = random.Random(seed), Shelf(), Skeleton()
+    drivers, frames = (HostDriver(), Lender()), []
+    for _ in range(12):
+        allocations = [
+            GhostAllocation(i << 40, nbytes, 0 if i < 2 else 4, 4 if i == 0 else None, library=i in (1, 3))
+            for i, nbytes in enumerate([rng.choice([64, 4096]), SIZE, rng.choice([64, 9000]), 64])
+        ]
+        layout = TensorSpec((rng.choice([4, 8]),), (1,), torch.float32, 0)
+        one = dataclasses.replace(
+            recording(0, (0, 2, 3, 4, 5)),
+            nodes=tuple(
+                NodeRecord("kernel", f"k{i}{rng.choice('ab')}", (), bytes(rng.choice([16, 24])))
+                for i in range(5)
+            ),
+            allocations=tuple(allocations),
+            outputs=(OutputSpec(region=2, layout=layout),),
+            skeleton=skeleton,
+        )
+        slots = tuple(
+            slot._replace(delta=rng.choice([0, 8]) if slot.offset == 8 else 0)
+            for slot in (*SLOTS, Slot(4, 16, 3, 0))
+        )
+        kept, driver = rng.choice([frozenset[int](), frozenset([0])]), rng.choice(drivers)
+        told = driver, one, one, slots, kept, [(0, rng.choice([0, 64]))], 1 << 40
+        made, alone = build._template(*told, shelf), build._template(*told)
+        assert made == alone
+        assert made.plan._where == alone.plan._where
+        assert len(shelf.frames) == 1
+        frames.append(shelf.frames[skeleton])
+    assert any(frame is not frames[0] for frame in frames), "something else was lent, or kept"
+    del one, told, skeleton  # the last recordings of it
+    gc.collect()
+    assert not shelf.frames
 
 
 @pytest.mark.parametrize("told", [(False, True), (True, False), (False, False)])

@@ -5,13 +5,12 @@ Each step either succeeds or raises an error with a `Reason`; nothing has run by
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError, RecountError
 from pgraph.template.early import begun_early
-from pgraph.template.lifetimes import Lifetime, survives
+from pgraph.template.lifetimes import Lifetime, Lives, survives
 from pgraph.template.match import match
-from pgraph.template.plan import GRANULE, Plan, make_plan
+from pgraph.template.plan import GRANULE, Plan, plan_of
 from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import Recording
 from pgraph.template.sharing import sharing_key
-from pgraph.template.template import Region, Slot, Template, alike, node_facts
+from pgraph.template.template import Frame, Region, Slot, Template, alike
 from pgraph.template.topology import Topology
 
 __all__ = ["Built", "build"]
@@ -99,7 +98,8 @@ def build(
         CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
     """
     start = time.perf_counter()
-    mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == driver.device])
+    device = driver.device
+    mates = _mates([t for t in inputs if isinstance(t, torch.Tensor) and t.device == device])
 
     def planned(first: Recording, second: Recording, slots: tuple[Slot, ...]) -> Template:
         return _template(driver, first, second, slots, kept_inputs, mates, slack_bytes, shelf)
@@ -228,9 +228,11 @@ def _mates(inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
     Autograd saves a tensor and its alias as two, and small ones share memory (Note [Results in one piece]).
     """
-    first: dict[int, int] = {}
     # Empty storages have no address and share nothing.
     addresses = [t.untyped_storage().data_ptr() or -i for i, t in enumerate(inputs, 1)]
+    if len(set(addresses)) == len(addresses):
+        return [(i, 0) for i in range(len(addresses))]  # where one begins matters to what lies beside it
+    first: dict[int, int] = {}
     starts = [int(t.storage_offset()) * t.element_size() for t in inputs]
     return [
         (first.setdefault(address, i), start)
@@ -260,32 +262,33 @@ def _template(
     slack_bytes: int,
     shelf: Shelf | None = None,
 ) -> Template:
-    n = len(a.nodes)
-    lasting, n_inputs = survives(n), a.n_inputs
-    returned = {o.region for o in a.outputs if o.region is not None}
-    returned_inputs = {o.input for o in a.outputs if o.input is not None}
-    regions = []
-    workspaces = set()
-    for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
-        first, second = x.death, y.death
-        end = n if first is None or second is None else first if first > second else second
-        if i < n_inputs:
-            keep = first is None or i in kept_inputs or i in returned_inputs
-            regions.append(Region(i, "input", x.nbytes, 0, lasting if keep else end))
-        elif i in returned:
-            regions.append(Region(i, "output", x.nbytes, x.birth, lasting))
-        else:
-            regions.append(Region(i, "temp", x.nbytes, x.birth, end))
-        if x.library and y.library:
-            workspaces.add(i)
-    lent = _lent(driver, {i: regions[i].nbytes for i in workspaces})
-    if lent is not None:
-        regions[lent] = regions[lent]._replace(kind="workspace")
-        workspaces.remove(lent)
-    slots = _split(regions, slots, workspaces, (*a.steps, n))
-    plan = _plan(a.order, regions, slots, mates, slack_bytes, shelf)
-    nodes = tuple(node_facts(node.kind, node.name, len(node.params)) for node in a.nodes)
-    return Template(nodes, tuple(regions), slots, a.outputs, a.n_inputs, plan)
+    frame = _frame(driver, a, b, slots, kept_inputs, shelf)
+    regions, slots = frame.regions(a.allocations), frame.slots(slots)
+    plan = _plan(a.order, regions, slots, mates, slack_bytes, shelf, frame)
+    return Template(frame.nodes(a.nodes), regions, slots, a.outputs, a.n_inputs, plan)
+
+
+def _frame(
+    driver: Driver,
+    a: Recording,
+    b: Recording,
+    slots: tuple[Slot, ...],
+    kept_inputs: frozenset[int],
+    shelf: Shelf | None,
+) -> Frame:
+    """The frame of the recordings' template; the one that another size has, if they have one skeleton."""
+    frames = shelf.frames if shelf is not None and a.skeleton is not None and a is b else {}
+    known = frames.get(a.skeleton)
+    if known is not None:
+        workspaces = known.workspaces
+    else:
+        both = enumerate(zip(a.allocations, b.allocations, strict=True))
+        workspaces = [i for i, (x, y) in both if x.library and y.library]
+    lent = _lent(driver, {i: a.allocations[i].nbytes for i in workspaces})
+    if known is not None and (known.lent, known.kept_inputs) == (lent, kept_inputs):
+        return known
+    frames[a.skeleton] = made = Frame(a, b, slots, kept_inputs, workspaces, lent)
+    return made
 
 
 def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
@@ -299,30 +302,6 @@ def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
     return next((region for region, nbytes in sizes if driver.lends_workspace(nbytes)), None)
 
 
-def _split(
-    regions: list[Region], slots: tuple[Slot, ...], workspaces: Set[int], steps: tuple[int, ...]
-) -> tuple[Slot, ...]:
-    """Add to `regions` a temporary for each op that uses a workspace; returns the slots that name them.
-
-    Note [A workspace for each op]
-    A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
-    As one region it would live from the first product to the last, and come on top of what eager needs.
-    """
-    if not workspaces:
-        return slots
-    lent: dict[tuple[int, int], int] = {}
-    moved = []
-    for slot in slots:
-        if slot.region in workspaces:
-            key = slot.region, bisect.bisect_right(steps, slot.node)
-            slot = slot._replace(region=lent.setdefault(key, len(regions) + len(lent)))
-        moved.append(slot)
-    for (whole, step), index in lent.items():
-        birth, death = steps[step - 1] if step else 0, steps[step]
-        regions.append(Region(index, "temp", regions[whole].nbytes, birth, death))
-    return tuple(moved)
-
-
 def _plan(
     order: Topology,
     regions: Sequence[Region],
@@ -330,8 +309,14 @@ def _plan(
     mates: Sequence[tuple[int, int]],
     slack_bytes: int,
     shelf: Shelf | None,
+    frame: Frame | None = None,
 ) -> Plan:
     """The plan of a recording. What lies between two joins counts as one node: it cannot be cut."""
+    lives = frame.lives if frame is not None else None
+    if lives is None:
+        lives = _lives(order, regions, slots)
+        if frame is not None:
+            frame.lives = lives
     # Inputs in one storage hold its memory once, until the last of them dies. They need not share it at
     # later calls: that concerns how well the memory is planned, not what is right.
     groups: dict[int, list[int]] = {}
@@ -343,6 +328,24 @@ def _plan(
         held |= dict.fromkeys(group, 0)
         last = max(group, key=lambda i: (regions[i].death, i))
         held[last] = _covered((mates[i][1], regions[i].nbytes) for i in group)
+    nbytes = [regions[i].nbytes for i in lives.regions]
+    if held:
+        nbytes = [held.get(i, told) for i, told in zip(lives.regions, nbytes, strict=True)]
+    known = shelf.borders if shelf is not None else ()
+    plan = plan_of(lives, nbytes, slack_bytes=slack_bytes, known=known)
+    if shelf is not None:
+        shelf.planned(plan.borders)
+    plan = begun_early(plan, lives)
+    if order.is_chain:
+        return plan
+    chunks = (
+        dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
+    )
+    return dataclasses.replace(plan, chunks=tuple(chunks))
+
+
+def _lives(order: Topology, regions: Sequence[Region], slots: Sequence[Slot]) -> Lives:
+    """When the regions exist that a plan has to place."""
     # A temporary that no node names has no reader and no writer: it needs no memory.
     named = {s.region for s in slots}
     n, whole = len(order.joins) - 1, order.is_chain
@@ -353,15 +356,5 @@ def _plan(
             continue
         if not whole:
             birth, death = order.index(birth), end if death == lasting else order.index(death)
-        lifetimes.append(Lifetime(index, held.get(index, nbytes) if held else nbytes, birth, death, kind))
-    known = shelf.borders if shelf is not None else ()
-    plan = make_plan(n, lifetimes, slack_bytes=slack_bytes, known=known)
-    if shelf is not None:
-        shelf.planned(plan.borders)
-    plan = begun_early(plan, lifetimes)
-    if whole:
-        return plan
-    chunks = (
-        dataclasses.replace(c, first=order.joins[c.first], last=order.joins[c.last]) for c in plan.chunks
-    )
-    return dataclasses.replace(plan, chunks=tuple(chunks))
+        lifetimes.append(Lifetime(index, nbytes, birth, death, kind))
+    return Lives(n, lifetimes)

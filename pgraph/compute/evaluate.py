@@ -308,6 +308,7 @@ class _Evaluation:
             (0, 0),
             None,
             steps=skeleton.steps,
+            skeleton=skeleton,
         )
         return recording, skeleton.slots(self.parts)
 

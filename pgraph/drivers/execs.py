@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from pgraph.drivers.turns import Turns
 from pgraph.template.proofs import Proofs
 from pgraph.template.recording import Recording
-from pgraph.template.template import Slot, Template
+from pgraph.template.template import Frame, Slot, Template
 
 __all__ = ["Computing", "Exec", "ExecSet", "Recipe", "Shelf"]
 
@@ -190,6 +190,7 @@ class Shelf:
         execs: those that its specializations share, by what their recordings have in common; it keeps none of
             them alive.
         proofs: what is known of its nodes.
+        frames: of its templates, by skeleton.
         borders: of the chunks that its plans have, before the first one is in two; the latest first.
         computer: may spare captures; None where sizes do not vary.
     """
@@ -198,6 +199,7 @@ class Shelf:
         self.computer = computer
         self.execs = weakref.WeakValueDictionary[Hashable, ExecSet]()
         self.proofs = Proofs()
+        self.frames = weakref.WeakKeyDictionary[Any, Frame]()
         self.borders: list[tuple[int, ...]] = []
 
     def planned(self, borders: tuple[int, ...]) -> None:

@@ -39,13 +39,17 @@ Both places are taken then, and the rest has the addresses of last time.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from pgraph.template.plan import GRANULE
+from pgraph.template.plan import GRANULE, Block
+from pgraph.template.recording import TensorSpec
+from pgraph.template.template import Template
 
 __all__ = [
     "ALIKE",
@@ -56,13 +60,18 @@ __all__ = [
     "RESULT_MOST",
     "TEMPORARY_MOST",
     "Allocation",
+    "Layouts",
     "Places",
+    "Types",
+    "allocation_of",
     "apart",
     "in_pieces",
     "may_share",
+    "output_blocks",
     "piece_of",
     "small_of",
     "smallest",
+    "spanned",
 ]
 
 RESULT_MOST = 1 << 20
@@ -86,6 +95,12 @@ ALIKE = 8
 LARGE_PEAK = 128 << 20
 """Bytes at the peak of a program that may have such pieces: the other pool's segments take 20 MB at least."""
 
+Layouts = dict[int, TensorSpec]
+"""By block."""
+
+Types = dict[int, torch.dtype]
+"""By block."""
+
 Places = dict[int, tuple[int, int]]
 """block -> (first block of its piece, bytes from the piece's start)"""
 
@@ -108,6 +123,65 @@ class Allocation(NamedTuple):
     tenants: tuple[tuple[int, int], ...]
 
 
+def output_blocks(template: Template) -> tuple[Layouts, Types]:
+    """Blocks with results in them.
+
+    Returns:
+        The layouts of those that can be allocated as the very tensor that is returned; and the type of each
+        one's elements: that of the first result in it, so that this one is a plain view.
+    """
+    plan, regions = template.plan, template.regions
+    direct: Layouts = {}
+    dtypes: Types = {}
+    for spec in template.outputs:
+        region, layout = spec.region, spec.layout
+        if region is None:
+            continue
+        block, offset = plan.location(region)
+        assert layout is not None
+        if block not in dtypes:
+            dtypes[block] = layout.dtype
+        alone = offset == 0 and layout.offset == 0 and len(plan.blocks[block].tenants) == 1
+        if not alone or layout.conj or layout.neg or block in direct:
+            continue
+        if _reached(layout.size, layout.stride) * layout.dtype.itemsize == regions[region].nbytes:
+            direct[block] = layout
+    return direct, dtypes
+
+
+def spanned(layout: TensorSpec) -> int:
+    """Bytes that a tensor spans."""
+    itemsize: int = layout.dtype.itemsize
+    return _reached(layout.size, layout.stride) * itemsize
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many layers
+def _reached(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements that a tensor spans."""
+    if 0 in size:
+        return 0
+    return 1 + sum(map(operator.mul, size, stride)) - sum(stride)  # what is one further is not reached
+
+
+def allocation_of(
+    facts: Block, layout: TensorSpec | None, dtypes: Types, with_tensor: frozenset[int]
+) -> Allocation:
+    """What is allocated for a block.
+
+    Args:
+        layout: of the tensor that is allocated; None for a block as it is.
+        dtypes: see `output_blocks`.
+        with_tensor: blocks that need a tensor.
+    """
+    block, nbytes, tenants = facts
+    if layout is not None:
+        return Allocation(block, layout.size, layout.stride, layout.dtype, 0, tenants)
+    dtype = dtypes.get(block, torch.uint8)
+    length = -(-nbytes // dtype.itemsize)
+    raw = 0 if block in with_tensor else length * dtype.itemsize
+    return Allocation(block, (length,), (1,), dtype, raw, tenants)
+
+
 def in_pieces(
     allocations: Sequence[Allocation],
     dying: Collection[int],
@@ -128,24 +202,24 @@ def in_pieces(
         Fewer allocations, in order; and where the blocks lie that share a piece.
     """
     small = {a.block: a.raw for a in allocations if 0 < a.raw <= TEMPORARY_MOST and a.block in dying}
-    by_block = {a.block: a for a in allocations}
-    mine, alike = (
-        {block: nbytes for block, nbytes in sizes.items() if block in by_block}
-        for sizes in (results, gradients)
-    )
-    groups = [
-        *((small, group) for group in _grouped(small.items(), PIECE_MOST)),
-        *((mine, group) for group in _grouped(mine.items(), most)),
-        *((alike, group) for group in _alike(alike)),
-    ]
+    groups = [(small, group) for group in _grouped(small.items(), PIECE_MOST)]
+    if results or gradients:
+        here = {a.block for a in allocations}
+        mine, alike = (
+            {block: nbytes for block, nbytes in sizes.items() if block in here}
+            for sizes in (results, gradients)
+        )
+        groups += [(mine, group) for group in _grouped(mine.items(), most)]
+        groups += [(alike, group) for group in _alike(alike)]
     places: Places = {}
     if not groups:
         return tuple(allocations), places
+    by_block = {a.block: a for a in allocations}
     joined = {}
     for sizes, group in groups:
         joined[group[0]] = _joined([by_block[block] for block in group], sizes, places)
-    kept = [a for a in allocations if places.get(a.block, (a.block, 0))[0] == a.block]
-    return tuple(joined.get(a.block, a) for a in kept), places
+    kept = [a for a in allocations if a.block not in places or a.block in joined]
+    return tuple([joined.get(a.block, a) for a in kept]), places
 
 
 def small_of(examples: Iterable[Any]) -> int:

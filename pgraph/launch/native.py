@@ -29,6 +29,7 @@ __all__ = [
     "Addresses",
     "Calls",
     "NativeLaunch",
+    "calls_of",
     "native_addresses",
     "native_launch",
     "native_program",
@@ -76,10 +77,14 @@ class Calls:
     make_alias: int | None = None
 
 
-def native_program(program: Program) -> Any:
-    """The program as C reads it, or None where there are no launches in C."""
+def native_program(program: Program, calls: Calls | None = None) -> Any:
+    """The program as C reads it, or None where there are no launches in C.
+
+    Args:
+        calls: those of its driver, where somebody has them.
+    """
     module = libraries.load_call()
-    calls = _calls(program.built.driver)
+    calls = calls or calls_of(program.built.driver)
     recipes = [chunk.recipe for chunk in program.chunks if chunk.recipe is not None]
     if module is None or calls is None or any(recipe.entry is None for recipe in recipes):
         return None
@@ -94,7 +99,7 @@ def native_program(program: Program) -> Any:
 
 def native_addresses(driver: Driver) -> Callable[[Guards], Addresses]:
     """Makes `Guards.addresses` of guards; in C, where that is possible."""
-    module, calls = libraries.load_call(), _calls(driver)
+    module, calls = libraries.load_call(), calls_of(driver)
     if module is None or calls is None:
         return lambda guards: guards.addresses
     return lambda guards: functools.partial(module.addresses, module.guards(guards, calls))
@@ -130,7 +135,8 @@ def time_calls(program: Any, on: bool) -> dict[str, int]:
     return dict(zip(PHASES, module.time_calls(program, on), strict=True))
 
 
-def _calls(driver: Driver) -> Calls | None:
+def calls_of(driver: Driver) -> Calls | None:
+    """What launches call in C; None where there are none in C."""
     library, device, shims = libraries.load(), driver.native_calls(), compat.tensor_shims()
     if library is None or device is None or shims is None:
         return None

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -22,10 +21,21 @@ import torch
 from pgraph.capture.build import Built
 from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
-from pgraph.launch.allocations import Allocation, Places, in_pieces, piece_of, smallest
+from pgraph.launch.allocations import (
+    Allocation,
+    Layouts,
+    Places,
+    Types,
+    allocation_of,
+    in_pieces,
+    output_blocks,
+    piece_of,
+    smallest,
+    spanned,
+)
 from pgraph.launch.guards import Guards
 from pgraph.launch.views import based, beside, counted, view, with_counter
-from pgraph.template.recording import OutputSpec, TensorSpec
+from pgraph.template.recording import OutputSpec
 
 __all__ = ["ChunkLaunch", "Program", "Result", "Source", "program_of"]
 
@@ -74,8 +84,9 @@ class Result(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-# Most results of most sizes are whole blocks: equal ones are one object.
+# Most results of most sizes are whole blocks, or inputs: equal ones are one object.
 _whole = functools.lru_cache(maxsize=4096)(functools.partial(Result, Source.BLOCK))
+_given = functools.lru_cache(maxsize=4096)(functools.partial(Result, Source.INPUT))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,10 +113,6 @@ class Program:
     built: Built
 
 
-_Layouts = dict[int, TensorSpec]  # by block
-_Types = dict[int, torch.dtype]
-
-
 def program_of(
     built: Built,
     guards: Guards,
@@ -124,7 +131,7 @@ def program_of(
     """
     template = built.template
     first = {template.plan.location(r)[0] for i in lasting if (r := template.outputs[i].region) is not None}
-    direct, dtypes = _output_blocks(built)
+    direct, dtypes = output_blocks(template)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of, gradient_of = (_sharing_blocks(built, results, these) for these in (sharing, gradients))
@@ -136,14 +143,16 @@ def program_of(
     chunks: list[ChunkLaunch] = []
     places: Places = {}
     for i, chunk in enumerate(template.plan.chunks):
-        each = [_allocation(built, block, direct, dtypes, with_tensor) for block in chunk.allocate]
-        if first:
-            each.sort(key=lambda allocation: allocation.block not in first)
+        blocks: Sequence[int] = chunk.allocate
+        if not first.isdisjoint(blocks):
+            blocks = sorted(blocks, key=lambda block: block not in first)
+        each = [allocation_of(template.plan.blocks[b], direct.get(b), dtypes, with_tensor) for b in blocks]
         allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece, alike)
-        recipe = built.recipes[i] if chunk.last > chunk.first else None
-        free = tuple(b for b in chunk.free if joined.get(b, (b, 0))[0] == b)
+        recipe, free = built.recipes[i] if chunk.last > chunk.first else None, chunk.free
+        if joined:
+            free = tuple(b for b in free if joined.get(b, (b, 0))[0] == b)
+            places |= joined
         chunks.append(ChunkLaunch(allocate, recipe, free, chunk.release))
-        places |= joined
     sharers = position_of | gradient_of
     shared = sorted(position for block, position in sharers.items() if block in places)
     for position in shared:
@@ -170,63 +179,18 @@ def _sharing_blocks(built: Built, results: Sequence[Result], positions: Collecti
         assert spec.layout is not None
         assert spec.region is not None
         assert template.plan.location(spec.region) == (result.index, 0), "a result begins its block"
-        dense = _nbytes(spec.layout) == math.prod(spec.layout.size) * spec.layout.dtype.itemsize
+        dense = spanned(spec.layout) == math.prod(spec.layout.size) * spec.layout.dtype.itemsize
         if dense and 0 not in spec.layout.size:
             found[result.index] = position
     return found
 
 
-def _output_blocks(built: Built) -> tuple[_Layouts, _Types]:
-    """Blocks with results in them.
-
-    Returns:
-        The layouts of those that can be allocated as the very tensor that is returned; and the type of each
-        one's elements: that of the first result in it, so that this one is a plain view.
-    """
-    plan = built.template.plan
-    direct: _Layouts = {}
-    dtypes: _Types = {}
-    for spec in built.template.outputs:
-        if spec.region is None:
-            continue
-        block, offset = plan.location(spec.region)
-        layout = spec.layout
-        assert layout is not None
-        dtypes.setdefault(block, layout.dtype)
-        alone = len(plan.blocks[block].tenants) == 1 and offset == 0 and layout.offset == 0
-        lazy = layout.conj or layout.neg
-        if alone and not lazy and _nbytes(layout) == built.template.regions[spec.region].nbytes:
-            direct.setdefault(block, layout)
-    return direct, dtypes
-
-
-def _nbytes(layout: TensorSpec) -> int:
-    if 0 in layout.size:
-        return 0
-    size, stride = layout.size, layout.stride  # what is one further is not reached
-    itemsize: int = layout.dtype.itemsize
-    return (1 + sum(map(operator.mul, size, stride)) - sum(stride)) * itemsize
-
-
-def _allocation(
-    built: Built, block: int, direct: _Layouts, dtypes: _Types, with_tensor: frozenset[int]
-) -> Allocation:
-    facts = built.template.plan.blocks[block]
-    if block in direct:
-        layout = direct[block]
-        return Allocation(block, layout.size, layout.stride, layout.dtype, 0, facts.tenants)
-    dtype = dtypes.get(block, torch.uint8)
-    length = -(-facts.nbytes // dtype.itemsize)
-    raw = 0 if block in with_tensor else length * dtype.itemsize
-    return Allocation(block, (length,), (1,), dtype, raw, facts.tenants)
-
-
-def _result(built: Built, spec: OutputSpec, direct: _Layouts, dtypes: _Types) -> Result:
+def _result(built: Built, spec: OutputSpec, direct: Layouts, dtypes: Types) -> Result:
     if spec.region is None and spec.input is None:
         return Result(Source.CONSTANT, constant=spec.constant)
     if spec.input is not None:
         if spec.layout is None:
-            return Result(Source.INPUT, spec.input)
+            return _given(spec.input)
         return Result(Source.INPUT, spec.input, make=counted if spec.counted else view, args=(spec.layout, 0))
     if spec.same is not None:
         return Result(Source.RESULT, spec.same)

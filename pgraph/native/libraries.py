@@ -36,6 +36,7 @@ __all__ = ["address_of", "load", "load_call", "load_tensors", "load_workspaces",
 log = logging.getLogger(__name__)
 
 _HERE = pathlib.Path(__file__).parent
+_REBIND = ("rebind_plan.h", "rebind_read.h", "rebind_turns.h")
 _PARTS = ("launch.h", "launch_match.h", "launch_run.h", "launch_read.h")
 _missing: dict[str, str] = {}  # source -> what goes without it, and why it is not there
 
@@ -53,7 +54,7 @@ def load() -> ctypes.CDLL | None:
     elif not WORDS[wish.lower()]:
         return None
     try:
-        library = ctypes.CDLL(str(_build("rebind.c", parts=("rebind_read.h", "rebind_turns.h"))))
+        library = ctypes.CDLL(str(_build("rebind.c", parts=_REBIND)))
         check_sizes(library)
     except (OSError, subprocess.SubprocessError) as e:
         _lack("rebind.c", "no native helper, launching from Python instead", e)
@@ -73,6 +74,8 @@ def load() -> ctypes.CDLL | None:
     library.pg_suspects.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in "pppipip"]
     library.pg_pack_all.restype = None
     library.pg_pack_all.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    library.pg_pack_chunk.restype = ctypes.c_int64
+    library.pg_pack_chunk.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in "piiiip"]
     library.pg_launch.restype = ctypes.c_int64
     library.pg_launch.argtypes = [ctypes.c_void_p] * 3
     library.pg_take_turns.restype = None

@@ -6,6 +6,7 @@
  * while another thread may hold that lock and wait for the mutex (Note [Ghost allocator lock order]).
  *
  * pg_pack: the parameters of one kernel, gathered. All nodes of a graph at once: rebind_read.h.
+ * pg_pack_chunk: places in blocks: rebind_plan.h.
  *
  * No CUDA header and no link against libcuda: Python hands over the driver's function pointers.
  */
@@ -193,6 +194,7 @@ void pg_pack(char *data, const void *const *pointers, const uint64_t *layout, in
         memcpy(data + layout[2 * i], pointers[i], layout[2 * i + 1]);
 }
 
+#include "rebind_plan.h"
 #include "rebind_read.h"
 
 /* Clears the stack below the caller. Ops leave padding in their kernels' parameter structs as they find

@@ -11,7 +11,7 @@ from pgraph.drivers.execs import Shelf
 from pgraph.drivers.interface import Driver, Passed
 from pgraph.launch.guards import Guards, Trait, alignments, guards_of
 from pgraph.launch.lookup import Lookup
-from pgraph.launch.native import Addresses, native_addresses, native_program
+from pgraph.launch.native import Addresses, Calls, calls_of, native_addresses, native_program
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
@@ -197,7 +197,7 @@ class SpecializationCache:
         if self._known:
             guards = guards.alike(next(iter(self._known)))
         found = self._known[guards] = Specialization(guards)
-        found.addresses = self._addresses(guards)
+        found.addresses = self._in_c[1](guards)
         self._met.add(guards, found)
         if thread is None:
             self.economy.met(self._stats.calls, trial.clock())
@@ -207,8 +207,8 @@ class SpecializationCache:
         return found
 
     @functools.cached_property
-    def _addresses(self) -> Callable[[Guards], Addresses]:
-        return native_addresses(self._driver)
+    def _in_c(self) -> tuple[Calls | None, Callable[[Guards], Addresses]]:
+        return calls_of(self._driver), native_addresses(self._driver)
 
     def _forget_some(self) -> None:
         waiting = [s for s in self._known.values() if s.program is None]
@@ -315,7 +315,7 @@ class SpecializationCache:
         """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
         nodes = len(program.built.template.nodes)
         tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside and not self._gains else None
-        specialization.captured(program, native_program(program), tried)
+        specialization.captured(program, native_program(program, self._in_c[0]), tried)
         self._stats.captured(program.built)
         self._stats.waits = None
         units: tuple[Unit, ...] = self._holdings.add(specialization), specialization

@@ -67,7 +67,8 @@ class Holdings:
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.sharing: bool | None = None
-        self._host = 0
+        self._host = self._device = self._measured = 0  # bytes: that count for recipes and execs; of execs
+        self._replicated: list[Specialization] = []
         self._largest = {"execs": 0, "recipes": 0}
 
     @property
@@ -78,12 +79,11 @@ class Holdings:
     @property
     def exec_bytes(self) -> int:
         """Memory of the device, as it was measured."""
-        replicas = sum(s.replication.exec_bytes for g in self.groups for s in g.members if s.replication)
-        return sum(group.shared.nbytes for group in self.groups) + replicas
+        return self._measured + sum(s.replication.exec_bytes for s in self._replicated if s.replication)
 
     def takes(self, memory: Memory) -> int:
         """Bytes that count in a budget."""
-        return sum(group.nbytes for group in self.groups) if memory == "execs" else self._host
+        return self._device if memory == "execs" else self._host
 
     def expected(self, memory: Memory, guess: int) -> int:
         """Bytes that one more capture will take.
@@ -108,6 +108,8 @@ class Holdings:
         if group is None:
             group = Group(built.shared, max(built.shared.nbytes, NODE_BYTES * nodes))
             self.groups.append(group)
+            self._device += group.nbytes
+            self._measured += built.shared.nbytes
         group.members.append(specialization)
         for memory, nbytes in (("execs", group.nbytes), ("recipes", specialization.nbytes)):
             self._largest[memory] = max(self._largest[memory], nbytes)
@@ -122,6 +124,9 @@ class Holdings:
         """It got further execs."""
         assert specialization.replication is not None
         self.group_of(specialization).nbytes += specialization.replication.nbytes
+        self._device += specialization.replication.nbytes
+        if specialization not in self._replicated:
+            self._replicated.append(specialization)
         specialization.nbytes += specialization.replication.recipe_bytes
         self._host += specialization.replication.recipe_bytes
 
@@ -130,9 +135,14 @@ class Holdings:
         group = self.group_of(specialization)
         if specialization.replication is not None:
             group.nbytes -= specialization.replication.nbytes
+            self._device -= specialization.replication.nbytes
             specialization.replication = None
+        if specialization in self._replicated:
+            self._replicated.remove(specialization)
         group.members.remove(specialization)
         if not group.members:
             self.groups.remove(group)
+            self._device -= group.nbytes
+            self._measured -= group.shared.nbytes
         self._host -= specialization.nbytes
         specialization.nbytes = 0

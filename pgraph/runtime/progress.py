@@ -21,7 +21,10 @@ def captured() -> None:
     global _bar
     with _lock:
         if _bar is None:
-            waiting = sum(p.stats.state == "warming up" for p in registry.live_capturable())
+            live = registry.live_capturable()
+            if len(live) < MANY:
+                return
+            waiting = sum(p.stats.state == "warming up" for p in live)
             if waiting < MANY or (bar := _new_bar(waiting + 1)) is None:
                 return
             _bar = bar

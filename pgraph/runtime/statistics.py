@@ -158,7 +158,7 @@ class PartitionStats:
         if not self.facts.safe:
             small = self.facts.reasons and all(r.info.too_small for r in self.facts.reasons)
             return "too small" if small else "uncaptured"
-        states = {standing.state for standing in self.standings}
+        states = [standing.state for standing in self.standings]  # a set would hash hundreds, in Python
         if State.CAPTURED in states or State.ON_TRIAL in states:
             return "captured"
         if State.REFUSED in states:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from bisect import bisect_left
 from typing import Final
 
-from pgraph.template.lifetimes import Lifetime
+from pgraph.template.lifetimes import Lives
 from pgraph.template.plan import Plan
 
 __all__ = ["RESULTS", "SHARE", "begun_early"]
@@ -18,7 +18,7 @@ SHARE: Final = 8
 """The device begins when the memory of one in so many of its results is there."""
 
 
-def begun_early(plan: Plan, lifetimes: Sequence[Lifetime]) -> Plan:
+def begun_early(plan: Plan, lives: Lives) -> Plan:
     """The same plan, with its first chunk in two if that makes many results.
 
     Note [The device begins early]
@@ -30,20 +30,17 @@ def begun_early(plan: Plan, lifetimes: Sequence[Lifetime]) -> Plan:
     and not blocks, since many temporaries share a block, in other ways at other sizes: sizes whose chunks
     differ cannot share an exec.
     """
-    results = sorted([life.birth for life in lifetimes if life.kind == "output"])
+    results, births = lives.results, lives.birth_of
     first = plan.chunks[0] if plan.chunks else None
     if first is None or len(results) < RESULTS or results[RESULTS - 1] >= first.last:
         return plan
-    results = [birth for birth in results if birth < first.last]
-    border = results[len(results) // SHARE]
+    border = results[bisect_left(results, first.last) // SHARE]
     if not first.first < border:
         return plan
-    births = {life.region: life.birth for life in lifetimes}
-    # A block's first tenant is born first.
-    early = [births[plan.blocks[i].tenants[0][0]] < border for i in first.allocate]
-    now = tuple(i for i, begins in zip(first.allocate, early, strict=True) if begins)
-    later = tuple(i for i, begins in zip(first.allocate, early, strict=True) if not begins)
+    now, later = list[int](), list[int]()
+    for i in first.allocate:  # a block's first tenant is born first
+        (now if births[plan.blocks[i].tenants[0][0]] < border else later).append(i)
     held = first.held - sum([plan.blocks[i].nbytes for i in later])
-    head = dataclasses.replace(first, last=border, allocate=now, free=(), release=(), held=held)
-    rest = dataclasses.replace(first, first=border, allocate=later)
+    head = dataclasses.replace(first, last=border, allocate=tuple(now), free=(), release=(), held=held)
+    rest = dataclasses.replace(first, first=border, allocate=tuple(later))
     return dataclasses.replace(plan, chunks=(head, rest, *plan.chunks[1:]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pgraph.errors import PlanError
 
-__all__ = ["GRANULE", "Lifetime", "check", "survives"]
+__all__ = ["GRANULE", "Lifetime", "Lives", "check", "survives"]
 
 GRANULE = 512
 """Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
@@ -77,3 +80,71 @@ def check(n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
         else:
             wrong = f"has kind {life.kind!r}; pass 'input', 'output' or 'temp'"
         raise PlanError(f"region {life.region} {wrong}")
+
+
+class Lives:
+    """When regions exist, indexed by node, whatever their sizes: what the plans of many sizes have in common.
+
+    Regions are renumbered 0.. in order of birth. A chain without nodes counts as one node.
+
+    Args:
+        n_nodes: length of the chain.
+        lifetimes: of all regions. Their sizes are checked, and not kept.
+
+    Attributes:
+        n: nodes, at least one.
+        order: the position of each region in `lifetimes`.
+        regions: the id of each.
+        start, end: the nodes [start, end) for which each has to exist; `n` + 1 for what outlives the launch.
+        born, dying: those that are no inputs, in the order of their starts and of their ends.
+        freed: inputs in the order of their ends.
+        births, deaths, frees: how many of these start or end before each node.
+        birth_of: births by id, as they were told.
+        results: births of outputs, ascending.
+
+    Raises:
+        PlanError: they contradict each other.
+    """
+
+    def __init__(self, n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
+        check(n_nodes, lifetimes)
+        self.n_nodes = n_nodes
+        n = self.n = max(n_nodes, 1)
+        last, lasting = n - 1, survives(n_nodes)
+        starts = [life.birth if life.birth < last else last for life in lifetimes]
+        self.order = sorted(range(len(starts)), key=starts.__getitem__)
+        self.regions = [lifetimes[i].region for i in self.order]
+        self.start = [starts[i] for i in self.order]
+        self.end = list[int]()
+        self.born, self.freed = list[int](), list[int]()
+        births = [0] * (n + 2)
+        for r, (i, start) in enumerate(zip(self.order, self.start, strict=True)):
+            end = lifetimes[i].death
+            if end == lasting:
+                end = n + 1
+            elif end <= start:
+                end = start + 1  # what dies at its birth is treated as used by that node: the safe reading
+            self.end.append(end)
+            if lifetimes[i].kind == "input":
+                self.freed.append(r)
+            else:
+                self.born.append(r)
+                births[start + 1] += 1
+        self.births = list(itertools.accumulate(births))
+        self.dying, self.deaths = self._by_end(self.born)
+        self.freed, self.frees = self._by_end(self.freed)
+        self.birth_of = {life.region: life.birth for life in lifetimes}
+        self.results = sorted([life.birth for life in lifetimes if life.kind == "output"])
+
+    @functools.cached_property
+    def tables(self) -> list[array.array[int]]:
+        """What C reads of them: `pg_chain`."""
+        found = self.start, self.end, self.born, self.births, self.dying, self.deaths
+        return [array.array("q", numbers) for numbers in found]
+
+    def _by_end(self, regions: list[int]) -> tuple[list[int], list[int]]:
+        """These in the order in which they end, and how many end before each node."""
+        counts = [0] * (self.n + 3)
+        for r in regions:
+            counts[self.end[r] + 1] += 1
+        return sorted(regions, key=self.end.__getitem__), list(itertools.accumulate(counts))

@@ -28,16 +28,19 @@ chunk, which are dropped as soon as they pass the limit.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import heapq
 import itertools
 import operator
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
-from pgraph.template.lifetimes import GRANULE, Lifetime, survives
+from pgraph.native import libraries
+from pgraph.template.lifetimes import GRANULE, Lives
 
-__all__ = ["EXHAUSTIVE_NODES", "MORE", "Chain", "Lane", "Packed"]
+__all__ = ["EXHAUSTIVE_NODES", "MORE", "Chain", "Packed"]
 
 EXHAUSTIVE_NODES = 32
 """Up to this many nodes all cuts are searched. A layer compiled by itself is about as long."""
@@ -55,19 +58,23 @@ _FAR = 16
 _SCAN = 24  # idle rectangles looked at per bucket: bounds the cost where hundreds have one size
 
 
-@dataclasses.dataclass(slots=True)
-class Lane:
-    """A block as one chunk sees it. `owner` is the tenant it was carried in with, or -1 if new."""
-
-    size: int
-    owner: int
-    tenants: list[tuple[int, int]]
-
-
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
+    """A chunk with a place for all that is born in it. A lane is a block as one chunk sees it.
+
+    Args:
+        held: bytes in use while it runs.
+        sizes: of its lanes.
+        owners: the tenant each lane was carried in with, or -1 if it is new.
+        regions, lanes, offsets: who lies where.
+    """
+
     held: int
-    lanes: list[Lane]
+    sizes: Sequence[int]
+    owners: Sequence[int]
+    regions: Sequence[int]
+    lanes: Sequence[int]
+    offsets: Sequence[int]
 
 
 class _Idle:
@@ -130,58 +137,34 @@ class _Idle:
 
 
 class Chain:
-    """Lifetimes indexed by node, in order of birth, and the search for cuts.
+    """Regions of certain sizes, and the search for cuts.
 
-    Regions are renumbered 0.. in order of birth. A chain without nodes counts as one node.
+    Args:
+        lives: when they exist; they are numbered as there.
+        nbytes: of each, numbered likewise.
     """
 
-    def __init__(self, n_nodes: int, lifetimes: Sequence[Lifetime]) -> None:
-        self.n_nodes = n_nodes
-        n = self.n = max(n_nodes, 1)
-        last, lasting = n - 1, survives(n_nodes)
-        starts = [life.birth if life.birth < last else last for life in lifetimes]
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        self.lives = [lifetimes[i] for i in order]
-        self.start = [starts[i] for i in order]
-        self.size = [-(-life.nbytes // GRANULE) * GRANULE for life in self.lives]
-        self.end = ends = list[int]()
-        born, freed = list[int](), list[int]()
-        inputs, alive = [0] * (n + 2), [0] * (n + 2)
-        births, carried = [0] * (n + 2), [0] * n
-        for r, (life, start, size) in enumerate(zip(self.lives, self.start, self.size, strict=True)):
-            end = life.death
-            if end == lasting:
-                end = n + 1
-            elif end <= start:
-                end = start + 1  # what dies at its birth is treated as used by that node: the safe reading
-            ends.append(end)
-            if life.kind == "input":
-                freed.append(r)
-                inputs[0] += size
-                inputs[end] -= size
-            else:
-                born.append(r)
-                births[start + 1] += 1
-                alive[start] += size
-                alive[end] -= size
-                carried[start] -= size
-        self._born, self._births = born, list(itertools.accumulate(births))
-        self._dying, self._deaths = self._by_end(born)
-        self._freed, self._frees = self._by_end(freed)
-        self.inputs = list(itertools.accumulate(inputs))  # bytes of inputs not released before node k
-        self.alive = list(itertools.accumulate(alive))  # bytes of other regions alive at node k
-        # Bytes of other regions alive on both sides of border k.
-        self.carried = list(map(operator.add, carried, self.alive))
+    def __init__(self, lives: Lives, nbytes: Sequence[int]) -> None:
+        self.lives, self.n_nodes = lives, lives.n_nodes
+        n = self.n = lives.n
+        self.start, self.end = lives.start, lives.end
+        self._born, self._births = lives.born, lives.births
+        self._dying, self._deaths = lives.dying, lives.deaths
+        self.size = [-(-size // GRANULE) * GRANULE for size in nbytes]
+        # Bytes that have come or gone, summed up region by region.
+        born, died, freed = (
+            list(itertools.accumulate(map(self.size.__getitem__, which), initial=0))
+            for which in (lives.born, lives.dying, lives.freed)
+        )
+        here = [born[i] for i in lives.births[: n + 1]]  # by how many start before each node
+        gone = [died[i] for i in lives.deaths[1 : n + 1]]  # by how many end up to each node
+        self.inputs = [freed[-1] - freed[i] for i in lives.frees[1 : n + 1]]  # not released before node k
+        self.alive = list(map(operator.sub, here[1:], gone))  # bytes of other regions alive at node k
+        self.carried = list(map(operator.sub, here, gone))  # those alive on both sides of border k
+        self._tables: tuple[Any, ...] | None = None  # as C reads them
         self._found: dict[int, tuple[int, Packed]] = {}  # by start: (end, packing) that fitted last
         self._fitted: dict[tuple[int, int, int], bool] = {}  # by start, end and limit
         self._sure: dict[tuple[int, int], int] = {}  # by start and limit
-
-    def _by_end(self, regions: list[int]) -> tuple[list[int], list[int]]:
-        """These in the order in which they end, and how many end before each node."""
-        counts = [0] * (self.n + 3)
-        for r in regions:
-            counts[self.end[r] + 1] += 1
-        return sorted(regions, key=self.end.__getitem__), list(itertools.accumulate(counts))
 
     def deaths(self, a: int, b: int) -> list[int]:
         """What ends at nodes ``[a, b)``, node by node, without inputs."""
@@ -189,7 +172,7 @@ class Chain:
 
     def releases(self, a: int, b: int) -> list[int]:
         """Inputs that end at nodes ``[a, b)``, node by node."""
-        return self._freed[self._frees[a] : self._frees[b]]
+        return self.lives.freed[self.lives.frees[a] : self.lives.frees[b]]
 
     def packed(self, a: int, b: int) -> Packed:
         """The packing of chunk ``[a, b)``; the search for cuts may have made it already."""
@@ -213,11 +196,32 @@ class Chain:
     def pack(self, a: int, b: int, limit: int | None) -> Packed:
         """Place all that is born in chunk ``[a, b)``.
 
-        Past `limit` it stops early: `held` is then above the limit, and `lanes` unfinished.
+        Past `limit` it stops early: `held` is then above the limit, and the rest unfinished.
         """
+        library = libraries.load()
+        return self._pack_in_python(a, b, limit) if library is None else self._pack_in_c(library, a, b, limit)
+
+    def _pack_in_c(self, library: Any, a: int, b: int, limit: int | None) -> Packed:
+        if self._tables is None:
+            arrays = [*self.lives.tables, array.array("q", self.size)]
+            addresses = array.array("Q", [arrays[i].buffer_info()[0] for i in (0, 1, 6, 2, 3, 4, 5)])
+            self._tables = addresses, arrays, array.array("q", bytes(8 * (3 + 5 * len(self.size))))
+        addresses, _, out = self._tables
+        most, held = limit if limit is not None else (1 << 63) - 1, self.inputs[a] + self.carried[a]
+        held = library.pg_pack_chunk(addresses.buffer_info()[0], a, b, most, held, out.buffer_info()[0])
+        if held < 0:
+            return self._pack_in_python(a, b, limit)
+        if held > most:
+            return Packed(held, (), (), (), (), ())
+        n_lanes, n_placed, at = out[:3]
+        lanes, end = slice(3, 3 + 2 * n_lanes, 2), at + 3 * n_placed
+        owners = out[4 : 4 + 2 * n_lanes : 2]
+        return Packed(held, out[lanes], owners, out[at:end:3], out[at + 1 : end : 3], out[at + 2 : end : 3])
+
+    def _pack_in_python(self, a: int, b: int, limit: int | None) -> Packed:
         held = self.inputs[a] + self.carried[a]
         starts, ends = self.start, self.end
-        lanes: list[Lane] = []
+        sizes_of, owners, regions, lanes, offsets = columns = [list[int]() for _ in range(5)]
         groups = self._by_size(a, b)
         sizes = sorted(groups, reverse=True)
         # Idle rectangles are for temporaries of the chunk: none is kept that is smaller than all of them.
@@ -229,36 +233,37 @@ class Chain:
             busy: list[tuple[int, int]] = []  # (node at which it falls idle, lane), a heap
             free: list[tuple[int, int]] = []
             for r in carried:  # in the order of their ends
-                busy.append((ends[r], len(lanes)))
-                lanes.append(Lane(size, r, []))
+                busy.append((ends[r], len(owners)))
+                sizes_of.append(size)
+                owners.append(r)
             for r in born:
                 start, end = starts[r], ends[r]
                 while busy and busy[0][0] <= start:
                     free.append(heapq.heappop(busy))
+                place = None
                 if free:
                     # The one that fell idle last: the others keep longer gaps.
                     since, lane = free.pop()
                     if lends:
                         idle.add(size, since - a, start - a, lane, 0)
-                    lanes[lane].tenants.append((r, 0))
-                else:
-                    place = idle.take(size, start - a, end - a) if lends and end <= b else None
-                    if place is not None:
-                        lanes[place[0]].tenants.append((r, place[1]))
-                        continue
+                elif (place := idle.take(size, start - a, end - a) if lends and end <= b else None) is None:
                     held += size
                     if limit is not None and held > limit:
-                        return Packed(held, lanes)
-                    lane = len(lanes)
-                    lanes.append(Lane(size, -1, [(r, 0)]))
+                        return Packed(held, *columns)
+                    lane = len(owners)
+                    sizes_of.append(size)
+                    owners.append(-1)
                     if lends:
                         idle.add(size, 0, start - a, lane, 0)
-                if end < b:
+                regions.append(r)
+                lanes.append(lane if place is None else place[0])
+                offsets.append(0 if place is None else place[1])
+                if place is None and end < b:
                     heapq.heappush(busy, (end, lane))
             if size > least:  # a smaller one may come
                 for since, lane in busy + free:
                     idle.add(size, since - a, b - a, lane, 0)
-        return Packed(held, lanes)
+        return Packed(held, *columns)
 
     def _by_size(self, a: int, b: int) -> dict[int, tuple[list[int], list[int]]]:
         """Regions of chunk ``[a, b)``: by size, those carried in that die inside, and those born inside."""

@@ -31,11 +31,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pgraph.errors import PlanError
-from pgraph.template.lifetimes import GRANULE, Lifetime, check, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, survives
 from pgraph.template.packing import Chain
 from pgraph.text import amount
 
-__all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "survives"]
+__all__ = ["GRANULE", "Block", "Chunk", "Lifetime", "Plan", "make_plan", "plan_of", "survives"]
 
 
 class Block(NamedTuple):
@@ -154,43 +154,50 @@ def make_plan(
     Raises:
         PlanError: lifetimes that contradict each other, or an argument out of range.
     """
-    for name, value in (("n_nodes", n_nodes), ("slack_bytes", slack_bytes)):
-        if not value >= 0:
-            raise PlanError(f"{name} is {value}; pass a number >= 0")
-    check(n_nodes, lifetimes)
-    if n_nodes == 0 and not lifetimes:
+    if not n_nodes >= 0:
+        raise PlanError(f"n_nodes is {n_nodes}; pass a number >= 0")
+    lives = Lives(n_nodes, lifetimes)
+    return plan_of(lives, [lifetimes[i].nbytes for i in lives.order], slack_bytes=slack_bytes, known=known)
+
+
+def plan_of(
+    lives: Lives, nbytes: Sequence[int], *, slack_bytes: int, known: Sequence[tuple[int, ...]] = ()
+) -> Plan:
+    """The same of regions with these bytes, numbered as in `lives`."""
+    if not slack_bytes >= 0:
+        raise PlanError(f"slack_bytes is {slack_bytes}; pass a number >= 0")
+    if lives.n_nodes == 0 and not nbytes:
         return Plan((), (), 0, 0, 0, {})
-    chain = Chain(n_nodes, lifetimes)
-    eager = max(map(operator.add, chain.inputs[: chain.n], chain.alive))
+    chain = Chain(lives, nbytes)
+    eager = max(map(operator.add, chain.inputs, chain.alive))
     limit = eager + max(slack_bytes, eager // 100)
     return _assemble(chain, chain.as_before(chain.cut(limit), limit, known), eager)
 
 
 def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     """Number the blocks in the order of allocation and say where each is freed."""
-    block_of = [-1] * len(chain.lives)
+    block_of = [-1] * len(chain.size)
     sizes: list[int] = []
     ends: list[int] = []
     tenants: list[list[tuple[int, int]]] = []
     chunks: list[Chunk] = []
-    regions, end = [life.region for life in chain.lives], chain.end
+    where = {}
+    regions, end = chain.lives.regions, chain.end
     for a, b in itertools.pairwise(cuts):
-        packed = chain.packed(a, b)
-        first = len(sizes)
-        opened = [(min(lane.tenants), i) for i, lane in enumerate(packed.lanes) if lane.owner < 0]
-        opened.sort()
-        fresh = {i: index for index, (_, i) in enumerate(opened, first)}
-        for i in fresh:
-            sizes.append(packed.lanes[i].size)
-            ends.append(0)
-            tenants.append([])
-        for i, lane in enumerate(packed.lanes):
-            index = fresh[i] if lane.owner < 0 else block_of[lane.owner]
-            tenants[index] += lane.tenants
-            for r, _ in lane.tenants:
-                block_of[r] = index
-                if end[r] > ends[index]:
-                    ends[index] = end[r]
+        packed, first = chain.packed(a, b), len(sizes)
+        blocks_of = [block_of[owner] if owner >= 0 else -1 for owner in packed.owners]
+        for r, lane, offset in sorted(zip(packed.regions, packed.lanes, packed.offsets, strict=True)):
+            index = blocks_of[lane]
+            if index < 0:
+                index = blocks_of[lane] = len(sizes)
+                sizes.append(packed.sizes[lane])
+                ends.append(0)
+                tenants.append([])
+            tenants[index].append((regions[r], offset))
+            where[regions[r]] = index, offset
+            block_of[r] = index
+            if end[r] > ends[index]:
+                ends[index] = end[r]
         died = {block_of[r] for r in chain.deaths(a + 1, b + 1)}
         chunks.append(
             Chunk(
@@ -202,17 +209,6 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 held=packed.held,
             )
         )
-    blocks = []
-    where = {}
-    for index, mine in enumerate(tenants):
-        if len(mine) == 1:
-            r, offset = mine[0]
-            placed: tuple[tuple[int, int], ...] = ((regions[r], offset),)
-            where[regions[r]] = index, offset
-        else:
-            placed = tuple([(regions[r], offset) for r, offset in sorted(mine)])
-            for region, offset in placed:
-                where[region] = index, offset
-        blocks.append(Block(index, sizes[index], placed))
+    blocks = tuple(map(Block, itertools.count(), sizes, map(tuple, tenants)))
     held = max([chunk.held for chunk in chunks])
-    return Plan(tuple(chunks), tuple(blocks), eager, held, chain.inputs[0], where)
+    return Plan(tuple(chunks), blocks, eager, held, chain.inputs[0], where)

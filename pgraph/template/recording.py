@@ -123,6 +123,9 @@ class Recording:
         steps: counts of nodes at which an op began or ended, as far as they are joins; ascending. Between two
             of them lie the nodes of one op, of generated kernels, or of ops that overlap.
         ops: those that recorded nodes, in order. Generated kernels belong to none.
+        skeleton: the same object for computed recordings that differ in nothing but parameters and names of
+            nodes, bytes of allocations that no library keeps, layouts of outputs, and the slots' distances.
+            None for a capture's.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -135,3 +138,4 @@ class Recording:
     builtin: frozenset[int] = frozenset()
     steps: tuple[int, ...] = ()
     ops: tuple[Dispatch, ...] = ()
+    skeleton: object = dataclasses.field(default=None, compare=False, repr=False)

@@ -10,13 +10,14 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from pgraph.template.lifetimes import Lives, survives
 from pgraph.template.plan import Plan
-from pgraph.template.recording import NodeKind, OutputSpec
+from pgraph.template.recording import GhostAllocation, NodeKind, NodeRecord, OutputSpec, Recording
 from pgraph.text import amount
 
-__all__ = ["NodeFacts", "Region", "Slot", "Template", "alike", "borrowed", "node_facts", "slots_of"]
+__all__ = ["Frame", "NodeFacts", "Region", "Slot", "Template", "alike", "borrowed", "node_facts", "slots_of"]
 
 T = TypeVar("T")
 
@@ -72,8 +73,107 @@ def slots_of(slots: Sequence[Slot], first: int, last: int) -> Sequence[Slot]:
     Args:
         slots: in the order of their nodes.
     """
-    start, end = (bisect.bisect_left(slots, node, key=lambda slot: slot.node) for node in (first, last))
-    return slots[start:end]
+    begin: tuple[Any, ...] = (first,)  # less than any slot of that node: they are compared as tuples
+    end: tuple[Any, ...] = (last,)
+    return slots[bisect.bisect_left(slots, begin) : bisect.bisect_left(slots, end)]
+
+
+class Frame:
+    """What templates have in common whose recordings have one skeleton. What was made for the latest of them
+    is given again where it is equal.
+
+    Note [A workspace for each op]
+    A library keeps one workspace for all its calls, and leaves nothing in it from one call to the next.
+    As one region it would live from the first product to the last, and come on top of what eager needs.
+    So a temporary takes its place for each op that uses it.
+
+    Args:
+        a, b: the recordings; the same one, where one is proof enough.
+        slots: of them.
+        kept_inputs: inputs whose memory the caller keeps.
+        workspaces: allocations that a library keeps.
+        lent: the one of these that launches find where the library keeps it, if there is one.
+
+    Attributes:
+        lives: of the regions in the plan. Whoever plans sets it.
+    """
+
+    def __init__(
+        self,
+        a: Recording,
+        b: Recording,
+        slots: Sequence[Slot],
+        kept_inputs: frozenset[int],
+        workspaces: Sequence[int],
+        lent: int | None,
+    ) -> None:
+        self.kept_inputs, self.workspaces, self.lent = kept_inputs, workspaces, lent
+        self.lives: Lives | None = None
+        n = len(a.nodes)
+        lasting = survives(n)
+        returned = {o.region for o in a.outputs if o.region is not None}
+        returned_inputs = {o.input for o in a.outputs if o.input is not None}
+        regions = []
+        for i, (x, y) in enumerate(zip(a.allocations, b.allocations, strict=True)):
+            end = n if x.death is None or y.death is None else max(x.death, y.death)
+            if i < a.n_inputs:
+                keep = x.death is None or i in kept_inputs or i in returned_inputs
+                regions.append(Region(i, "input", x.nbytes, 0, lasting if keep else end))
+            elif i in returned:
+                regions.append(Region(i, "output", x.nbytes, x.birth, lasting))
+            else:
+                regions.append(Region(i, "workspace" if i == lent else "temp", x.nbytes, x.birth, end))
+        self._wholes: list[int] = []  # whose place the further regions take
+        self._moved: list[tuple[int, int]] = []  # positions of slots, and the further regions they name
+        apart, steps = set(workspaces) - {lent}, (*a.steps, n)
+        of_ops: dict[tuple[int, int], int] = {}
+        for position, slot in enumerate(slots) if apart else ():
+            if slot.region in apart:
+                op = slot.region, bisect.bisect_right(steps, slot.node)
+                self._moved.append((position, of_ops.setdefault(op, len(regions) + len(of_ops))))
+        for (whole, step), index in of_ops.items():
+            birth, death = steps[step - 1] if step else 0, steps[step]
+            regions.append(Region(index, "temp", regions[whole].nbytes, birth, death))
+            self._wholes.append(whole)
+        self._regions, self._slots, self._told = tuple(regions), tuple(slots), tuple(slots)
+        self._slots = self._renamed(slots)
+        self._nodes: tuple[NodeFacts, ...] = ()
+        self._names: list[tuple[str, int]] = []
+
+    def regions(self, allocations: Sequence[GhostAllocation]) -> tuple[Region, ...]:
+        """All regions of a recording with these allocations."""
+        nbytes = [allocation.nbytes for allocation in allocations]
+        nbytes += [nbytes[whole] for whole in self._wholes]
+        found = [
+            old if old.nbytes == now else Region(old.index, old.kind, now, old.birth, old.death)
+            for old, now in zip(self._regions, nbytes, strict=True)
+        ]
+        self._regions = tuple(found)
+        return self._regions
+
+    def slots(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        """These slots of a recording, with the names of the further regions."""
+        if not self._moved:
+            return slots
+        if slots is not self._told:
+            self._told, self._slots = slots, self._renamed(slots)
+        return self._slots
+
+    def _renamed(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+        found = list(slots)
+        for position, region in self._moved:
+            node, offset, _, delta = slots[position]
+            now, old = Slot(node, offset, region, delta), self._slots[position]
+            found[position] = old if old == now else now
+        return tuple(found)
+
+    def nodes(self, records: Sequence[NodeRecord]) -> tuple[NodeFacts, ...]:
+        """Facts of these nodes of a recording."""
+        names = [(node.name, len(node.params)) for node in records]
+        if names != self._names or not self._nodes:
+            self._nodes = tuple([node_facts(node.kind, node.name, len(node.params)) for node in records])
+            self._names = names
+        return self._nodes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +215,7 @@ def alike(template: Template, other: Template) -> Template:
 
 def borrowed(mine: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
     """The same items; where the others, as many of them, have an equal one in its place, it is that one."""
-    if mine == others:
+    if mine is others or mine == others:
         return others
     if len(mine) != len(others):
         return mine

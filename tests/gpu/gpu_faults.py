@@ -169,7 +169,7 @@ def _put(patch: pytest.MonkeyPatch, step: str, fault: Fault) -> None:
         )
     elif step == "plan":
         wrong = MemoryError if fault.kind == "memory" else PlanError
-        patch.setattr(build, "make_plan", raising(build.make_plan, lambda: wrong("injected")))
+        patch.setattr(build, "plan_of", raising(build.plan_of, lambda: wrong("injected")))
     elif step == "instantiate":
         _call(patch, exec, "cuGraphInstantiate", lambda: fault.code() if fault.strikes() else None)
     elif step == "allocate":

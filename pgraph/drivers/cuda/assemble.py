@@ -10,11 +10,12 @@ away, and that size is captured.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from cuda.bindings import driver as cu
 
@@ -32,6 +33,12 @@ __all__ = ["assembled"]
 
 log = logging.getLogger(__name__)
 
+_FUNCTIONS: Final = 4096
+
+_fresh: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""What is kept of a kernel's node that was only just added, by function, context and way of passing. A guess,
+which spares reading a graph twice: a function's handle may be another one's tomorrow."""
+
 
 def assembled(
     nodes: Sequence[NodeRecord], order: Topology, slots: Sequence[Slot], device: int
@@ -46,9 +53,12 @@ def assembled(
     try:
         wanted, _holder = _at_ordinary_memory(nodes, slots, device)
         graph.nodes = _added(int(raw), wanted, order)
-        found = read_nodes(graph.nodes)
-        if _given(graph.nodes, wanted, found):
-            found = read_nodes(graph.nodes)  # all at once: one by one takes longer than all else here
+        expected = [_fresh.get(_like(node)) for node in wanted]
+        _given(graph.nodes, wanted, expected)
+        found = read_nodes(graph.nodes)  # all at once: one by one takes longer than all else here
+        _note(wanted, expected, found)
+        if _given(graph.nodes, wanted, [node.kept for node in found]):
+            found = read_nodes(graph.nodes)
     except (CaptureError, DriverError) as e:
         log.debug("no graph could be made by hand: %s", e)
         return None
@@ -63,12 +73,37 @@ def assembled(
     return graph
 
 
-def _given(handles: Sequence[int], wanted: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> bool:
-    """Set the launch attributes of kernels that differ; whether there were any."""
+def _like(node: NodeRecord) -> tuple[Any, ...]:
+    """Equal for kernel nodes that are alike when they are added, as far as anything is kept of them."""
+    if node.kind != "kernel":
+        return ()
+    function, *_, ctx, passing = node.header
+    return function, ctx, passing[0]
+
+
+def _note(wanted: Sequence[NodeRecord], expected: Sequence[Any], found: Sequence[NodeRecord]) -> None:
+    """Remember what is kept of nodes of which nothing was expected, and forget what was expected in vain."""
+    if len(_fresh) > _FUNCTIONS:
+        _fresh.clear()
+    for mine, had, theirs in zip(wanted, expected, found, strict=True):
+        if mine.kind != "kernel" or not mine.kept or not theirs.kept:
+            continue
+        if had is None:
+            _fresh[_like(mine)] = tuple(theirs.kept)
+        elif mine.kept != theirs.kept:
+            _fresh.pop(_like(mine), None)
+
+
+def _given(handles: Sequence[int], wanted: Sequence[NodeRecord], has: Sequence[Any]) -> bool:
+    """Set the launch attributes of kernels that differ; whether there were any.
+
+    Args:
+        has: what is kept of each; None if that is not known.
+    """
     some = False
-    for handle, mine, theirs in zip(handles, wanted, found, strict=True):
-        if mine.kind == "kernel" and mine.kept and theirs.kept and mine.kept != theirs.kept:
-            kept.give(handle, tuple(mine.kept), tuple(theirs.kept))
+    for handle, mine, theirs in zip(handles, wanted, has, strict=True):
+        if mine.kind == "kernel" and mine.kept and theirs and mine.kept != theirs:
+            kept.give(handle, tuple(mine.kept), tuple(theirs))
             some = True
     return some
 
@@ -100,17 +135,18 @@ def _added(graph: int, nodes: Sequence[NodeRecord], order: Topology) -> list[int
         if (before, after) not in odd:
             awaited[after].append(before)
     handles: list[int] = []
-    context = int(check(cu.cuCtxGetCurrent())[0])
+    context, adders = int(check(cu.cuCtxGetCurrent())[0]), _adders()
+    handle = ctypes.c_void_p()
+    here = ctypes.byref(handle)
     for i, node in enumerate(nodes):
         view[params[i] : params[i] + len(node.params)] = node.params
-        waits = (ctypes.c_void_p * max(len(awaited[i]), 1))(*(handles[before] for before in awaited[i]))
-        handle = ctypes.c_void_p()
-        told: list[Any] = [ctypes.byref(handle), graph, waits, len(awaited[i])]
+        waits = array.array("Q", [handles[before] for before in awaited[i]])
+        told: list[Any] = [here, graph, waits.buffer_info()[0], len(waits)]
         if node.kind != "empty":
             told.append(struct_of(view, node, base, params[i], structs[i]))
         if node.kind in ("memcpy", "memset"):
             told.append(context)
-        succeeded(_adders()[node.kind](*told))
+        succeeded(adders[node.kind](*told))
         handles.append(int(handle.value or 0))
     if order.odd:
         add_odd(graph, [(handles[before], handles[after], how) for before, after, how in order.odd])

@@ -79,12 +79,19 @@ def give(node: int, wanted: tuple[Any, ...], has: tuple[Any, ...]) -> None:
     Args:
         wanted, has: as `of_kernel` reads them.
     """
-    value = ctypes.create_string_buffer(_VALUE_BYTES)
-    for attribute, mine, theirs in zip((*_ATTRIBUTES, *_HINTS), wanted[-1], has[-1], strict=True):
-        if mine is not None and mine != theirs:
-            ctypes.memset(value, 0, _VALUE_BYTES)
-            ctypes.memmove(value, mine, len(mine))
-            _functions()[2](node, attribute, value)
+    setter = _functions()[2]
+    for attribute, value in _differing(wanted[-1], has[-1]):
+        setter(node, attribute, value)
+
+
+@functools.lru_cache(maxsize=256)
+def _differing(wanted: tuple[bytes | None, ...], has: tuple[bytes | None, ...]) -> list[tuple[int, Any]]:
+    """Attributes to set, with their values as the driver takes them. Most kernels have the same."""
+    return [
+        (attribute, ctypes.create_string_buffer(mine, _VALUE_BYTES))
+        for attribute, mine, theirs in zip((*_ATTRIBUTES, *_HINTS), wanted, has, strict=True)
+        if mine is not None and mine != theirs
+    ]
 
 
 def _demands(function: int) -> tuple[int, ...] | None:

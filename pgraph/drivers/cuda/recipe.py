@@ -16,7 +16,7 @@ from typing import Any
 
 from pgraph.drivers.cuda.exec import FIXED, KERNEL, CudaExec
 from pgraph.drivers.cuda.nodes import succeeded
-from pgraph.drivers.cuda.settings import ALIGNED, RecipeLayout
+from pgraph.drivers.cuda.settings import ALIGNED, layout_of
 from pgraph.drivers.execs import Recipe
 from pgraph.errors import DriverError
 from pgraph.native import libraries
@@ -48,30 +48,41 @@ class CudaRecipe(Recipe):
         self.exec: CudaExec = exec
         layout = exec.layout
         if layout is None or not layout.serves(nodes, slots):
-            layout = exec.layout = RecipeLayout(nodes, slots, first)
-        self._layout = layout
+            layout = exec.layout = layout_of(nodes, slots, first)
+        self._layout, self._counts = layout, (len(nodes), len(slots))
         self._memory = ctypes.create_string_buffer(layout.nbytes + ALIGNED)
         address = ctypes.addressof(self._memory)
         base = -(-address // ALIGNED) * ALIGNED
         self.nbytes = len(self._memory)
         layout.write(memoryview(self._memory).cast("B")[base - address :], base, nodes, slots)
         self._library = libraries.load()
-        self._lie_at(base, len(nodes), len(slots))
+        self._lie_at(base)
         functions = [(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"]
         self._untried = set() if exec.taken.issuperset(functions) else set(functions) - exec.taken
         exec.used()
 
-    def _lie_at(self, base: int, n_nodes: int, n_slots: int) -> None:
-        here, there, nbytes = base + self._layout.settings, base + self._layout.slots, self._layout.nbytes
-        self._settings = (SettingEntry * n_nodes).from_address(here)
-        self._slots = (SlotEntry * n_slots).from_address(there)
-        self._words = (ctypes.c_uint64 * (nbytes // 8)).from_address(base)
+    def _lie_at(self, base: int) -> None:
+        layout, state = self._layout, ctypes.addressof(self.exec.state)
+        self._entry = RecipeEntry(
+            state, next(_numbers), base + layout.settings, base + layout.slots, base, None
+        )
+        ctypes.memmove(base, ctypes.addressof(self._entry), ctypes.sizeof(RecipeEntry))
         self._entry = RecipeEntry.from_address(base)
-        self._entry.exec = ctypes.addressof(self.exec.state)
-        self._entry.number = next(_numbers)
-        self._entry.settings, self._entry.slots, self._entry.words = here, there, base
-        self._entry.turns = None
         self.entry = base if self._library is not None else None
+
+    # What C reads, as Python reads it; few launches do.
+
+    @property
+    def _settings(self) -> Any:
+        return (SettingEntry * self._counts[0]).from_address(self._entry.settings)
+
+    @property
+    def _slots(self) -> Any:
+        return (SlotEntry * self._counts[1]).from_address(self._entry.slots)
+
+    @property
+    def _words(self) -> Any:
+        return (ctypes.c_uint64 * (self._layout.nbytes // 8)).from_address(self._entry.words)
 
     def replica(self, exec: CudaExec) -> CudaRecipe:
         """See `Driver.replica`. A launch that writes here meanwhile does no harm: the replica's first
@@ -86,9 +97,9 @@ class CudaRecipe(Recipe):
         made._memory = ctypes.create_string_buffer(len(self._memory))
         address, old = ctypes.addressof(made._memory), ctypes.addressof(self._entry)
         base = -(-address // ALIGNED) * ALIGNED
-        ctypes.memmove(base, old, ctypes.sizeof(self._words))
+        ctypes.memmove(base, old, self._layout.nbytes)
         self._layout.moved(memoryview(made._memory).cast("B")[base - address :], base - old)
-        made._lie_at(base, len(self._settings), len(self._slots))
+        made._lie_at(base)
         exec.used()
         return made
 
@@ -115,11 +126,11 @@ class CudaRecipe(Recipe):
         """Have C choose among these, and keep the addresses of so many launches."""
         assert self._library is not None
         entries = (ctypes.c_void_p * len(recipes))(*[recipe.entry for recipe in recipes])
-        kept = _unfilled(room * len(self._slots))
+        kept = _unfilled(room * self._counts[1])
         turns = TurnsEntry(
             recipes=ctypes.addressof(entries),
             n=len(recipes),
-            n_slots=len(self._slots),
+            n_slots=self._counts[1],
             kept=ctypes.addressof(kept),
             room=room,
         )
@@ -132,7 +143,8 @@ class CudaRecipe(Recipe):
     def misses(self, today: Sequence[int]) -> int | None:
         if self.exec.state.held != self._entry.number:
             return None
-        return sum(self._words[s.word] != word for s, word in zip(self._slots, today, strict=True))
+        words = self._words
+        return sum(words[s.word] != word for s, word in zip(self._slots, today, strict=True))
 
     def launch(self, bases: list[int], stream: int) -> int:
         addresses = array.array("Q", bases)
@@ -152,14 +164,14 @@ class CudaRecipe(Recipe):
         return (ctypes.string_at(setting.params, _HEAD) if node.kind == KERNEL else b"") + words
 
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
-        state, count, at = self.exec.state, 0, 0
+        state, count, at, slots, words = self.exec.state, 0, 0, self._slots, self._words
         anew = state.held != self._entry.number
         for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
             changed = False
-            for s in self._slots[at : setting.last]:
+            for s in slots[at : setting.last]:
                 value = (bases[s.region] + s.delta) & 0xFFFFFFFFFFFFFFFF
-                if self._words[s.word] != value:
-                    self._words[s.word] = value
+                if words[s.word] != value:
+                    words[s.word] = value
                     changed = True
             at = setting.last
             content = self._content(node, setting) if anew or changed else b""

@@ -6,15 +6,16 @@ import array
 import ctypes
 import struct
 import sys
-from collections.abc import Sequence
-from typing import Any, Final
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Final
 
 from pgraph.drivers.cuda.nodes import KernelParams
 from pgraph.native.structs import RecipeEntry, SettingEntry, SlotEntry
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["ALIGNED", "RecipeLayout", "places", "struct_of"]
+__all__ = ["ALIGNED", "RecipeLayout", "layout_of", "places", "struct_of"]
 
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
@@ -22,7 +23,8 @@ ALIGNED: Final = 64
 # A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
-_HEAD: Final = "=Q7I"  # what comes before its pointers
+_HEAD: Final = struct.Struct("=Q7I")  # what comes before its pointers
+_ROW: Final = struct.Struct("=iiq")  # `SlotEntry`
 _CONTEXT: Final = KernelParams.ctx.offset
 
 
@@ -46,7 +48,7 @@ class RecipeLayout:
 
     def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
         self._first = first
-        self._like = self._told(nodes, slots)
+        self._like = _told(nodes, slots)
         self.settings = ctypes.sizeof(RecipeEntry)
         self.slots = self.settings + ctypes.sizeof(SettingEntry) * len(nodes)
         head = self.slots + ctypes.sizeof(SlotEntry) * len(slots)
@@ -57,43 +59,52 @@ class RecipeLayout:
             form += f"{place - at}x{len(node.params)}s"
             at = place + len(node.params)
         self._contents = struct.Struct(form)
-        self._rows = struct.Struct("=" + "iiq" * len(slots))
-        self._latest: Sequence[Slot] | None = None
-        self._packed = b""
+        # Slots of the latest, and their rows; set at once, for threads.
+        self._packed: tuple[Sequence[Slot] | None, bytes] = None, bytes(_ROW.size * len(slots))
         self._headers = [node.header for node in nodes]
         # What comes before the parameters, at address 0, and what the address is added to.
         image, ones = self._image(nodes, slots)
         self._words, self._ones = (int.from_bytes(words, sys.byteorder) for words in (image, ones))
 
-    @staticmethod
-    def _told(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[Any, ...]:
-        passing = [node.header[-1] if node.kind == "kernel" else None for node in nodes]
-        return [len(node.params) for node in nodes], passing, [slot.node for slot in slots]
-
     def serves(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> bool:
         """Whether blocks for these are laid out like this."""
-        return self._told(nodes, slots) == self._like
+        if slots == self._packed[0]:
+            return _told_of(nodes) == self._like[0]
+        return _told(nodes, slots) == self._like
 
     def write(self, block: memoryview, base: int, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> None:
         """Fill a block at this address, all but its `RecipeEntry`."""
         words = self._words + base * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
+        put_head = _HEAD.pack_into
         for node, header, place in zip(nodes, self._headers, self._structs, strict=True):
             if node.header != header and node.kind == "kernel":
                 function, grid, dims, shared, ctx, _ = node.header
-                struct.pack_into(_HEAD, block, place, function, *grid, *dims, shared)
-                struct.pack_into("=Q", block, place + _CONTEXT, ctx)
-        if slots != self._latest:
-            words_of, first = self._params, self._first
-            rows = [((words_of[s.node - first] + s.offset) // 8, s.region, s.delta) for s in slots]
-            self._latest, self._packed = slots, self._rows.pack(*[n for row in rows for n in row])
-        block[self.slots : self.slots + len(self._packed)] = self._packed
+                put_head(block, place, function, *grid, *dims, shared)
+                if ctx != header[4]:
+                    struct.pack_into("=Q", block, place + _CONTEXT, ctx)
+        packed = self._rows_of(slots)
+        block[self.slots : self.slots + len(packed)] = packed
         self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
 
     def moved(self, block: memoryview, by: int) -> None:
         """Have a block that was copied from `by` bytes before it point to itself."""
         words = int.from_bytes(block[: self._begin], sys.byteorder) + by * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
+
+    def _rows_of(self, slots: Sequence[Slot]) -> bytes:
+        """The `SlotEntry` of each; those that the latest had likewise are as they were."""
+        latest, packed = self._packed
+        if slots == latest:
+            return packed
+        words_of, first, rows = self._params, self._first, bytearray(packed)
+        for i, (slot, old) in enumerate(zip(slots, latest or (None,) * len(slots), strict=True)):
+            if slot is not old and slot != old:
+                node, offset, region, delta = slot
+                _ROW.pack_into(rows, i * _ROW.size, (words_of[node - first] + offset) // 8, region, delta)
+        packed = bytes(rows)
+        self._packed = slots, packed
+        return packed
 
     def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
         """What comes before the parameters in a block at address 0, without the slots; and a 1 in each word
@@ -108,10 +119,32 @@ class RecipeLayout:
             words = params // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
             marks[(self.settings + len(settings) * 8) // 8] = 1
             settings.extend((struct_of(view, node, 0, params, place), end, words))
-            for word in _pointers(node, place // 8):
-                marks[word] = 1
+            if node.kind == "kernel":
+                _mark(marks, node, place // 8)
         view[self.settings : self.slots] = settings.tobytes()
         return image, ones
+
+
+_layouts = weakref.WeakValueDictionary[Hashable, RecipeLayout]()
+"""By what is asked of them. An exec that is made anew, of nodes like those of another, needs no new one."""
+
+
+def layout_of(nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> RecipeLayout:
+    """The layout of recipes for these nodes: see `RecipeLayout`."""
+    key = _told(nodes, slots), first
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts[key] = RecipeLayout(nodes, slots, first)
+    return found
+
+
+def _told(nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[Hashable, Hashable]:
+    return _told_of(nodes), tuple([slot.node for slot in slots])
+
+
+def _told_of(nodes: Sequence[NodeRecord]) -> tuple[Hashable, Hashable]:
+    passing = [node.header[-1] if node.kind == "kernel" else None for node in nodes]
+    return tuple([len(node.params) for node in nodes]), tuple(passing)
 
 
 def places(nodes: Sequence[NodeRecord], head: int) -> tuple[list[int], list[int], int]:
@@ -168,11 +201,18 @@ def struct_of(memory: memoryview, node: NodeRecord, base: int, params: int, plac
     return base + place
 
 
-def _pointers(node: NodeRecord, place: int) -> Sequence[int]:
-    """Words that `struct_of` has point into the block; counted as `place` is, where the struct begins."""
-    if node.kind != "kernel":
-        return ()
+def _mark(marks: memoryview, node: NodeRecord, place: int) -> None:
+    """Put a 1 where `struct_of` has a kernel's words point into the block.
+
+    Args:
+        marks: of words.
+        place: of the word where the struct begins.
+    """
     behind = place + ctypes.sizeof(KernelParams) // 8
     if node.header[-1][0] == "params":
-        return place + KernelParams.kernel_params.offset // 8, *range(behind, behind + _pointed_to(node))
-    return place + KernelParams.extra.offset // 8, behind + 1, behind + 3
+        count = _pointed_to(node)
+        marks[place + KernelParams.kernel_params.offset // 8] = 1
+        marks[behind : behind + count] = array.array("Q", (1,)) * count
+    else:
+        for word in (place + KernelParams.extra.offset // 8, behind + 1, behind + 3):
+            marks[word] = 1
