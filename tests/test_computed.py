@@ -593,7 +593,7 @@ def test_launch_attributes_of_generated_kernels_are_those_of_their_size() -> Non
     assert host_nodes.kernel_node(call, sample, (operand, 4)) is None, "another kernel"
     assert host_nodes.kernel_node(work, sample, (operand,)) is None
     assert host_nodes.kernel_node(work, sample, (operand, 4.0)) is None
-    double = dataclasses.replace(operand, dtype=torch.float64)
+    double = operand._replace(dtype=torch.float64)
     assert host_nodes.kernel_node(work, sample, (double, 4)) is None
 
 
