@@ -524,7 +524,7 @@ def without_addresses(proved: Proved | None) -> Proved:
     nodes = [bytearray(node.params) for node in recording.nodes]
     for slot in slots:
         nodes[slot.node][slot.offset : slot.offset + 8] = bytes(8)
-    blank = [dataclasses.replace(n, params=bytes(p)) for n, p in zip(recording.nodes, nodes, strict=True)]
+    blank = [n._replace(params=bytes(p)) for n, p in zip(recording.nodes, nodes, strict=True)]
     return dataclasses.replace(recording, nodes=tuple(blank)), slots
 
 
@@ -581,7 +581,7 @@ def test_libraries_that_choose_by_size() -> None:
             recording = dataclasses.replace(recording, nodes=nodes)
         if n % 5 == 0:
             *rest, workspace = recording.allocations
-            allocations = (*rest, dataclasses.replace(workspace, nbytes=2048))
+            allocations = (*rest, workspace._replace(nbytes=2048))
             recording = dataclasses.replace(recording, allocations=allocations)
         if n > 6:
             nodes = (*recording.nodes, node_of("another", [n]))

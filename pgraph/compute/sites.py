@@ -252,8 +252,7 @@ def _slices(
         regions = {region: i for i, region in enumerate(mine)}
         n_inputs = taken[at + 1] - taken[at]
         allocations = tuple(
-            dataclasses.replace(
-                a := whole.allocations[region],
+            (a := whole.allocations[region])._replace(
                 birth=max(a.birth - first, 0),
                 death=min(a.death, end) - first if a.death is not None and i >= n_inputs else None,
             )
@@ -262,7 +261,7 @@ def _slices(
         outputs = []
         for output in whole.outputs[returned[at] : returned[at + 1]]:
             if output.region is not None:
-                output = dataclasses.replace(output, region=regions[output.region])
+                output = output._replace(region=regions[output.region])
             elif output.input is not None:
                 raise NotComputableError(f"{calls[at].event.function} returns an argument")
             outputs.append(output)

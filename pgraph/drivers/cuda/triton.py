@@ -163,7 +163,6 @@ def kernel_node(
         run.form.pack_into(params, run.offset, *values[run.first : run.end])
     function, _, *others = sample.header
     header = (function, grid, *others)
-    # Not by `dataclasses.replace`, which takes longer than all else here.
     made = NodeRecord(
         sample.kind, sample.name, header, bytes(params), sample.structs, sample.kept, sample.layout
     )
