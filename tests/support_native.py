@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import itertools
 import operator
@@ -232,9 +231,9 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
                 layout = TensorSpec((rows, 2 * SIDE), (2 * SIDE, 1), torch.bfloat16, 0)
             outputs.append(OutputSpec(region=region.index, layout=layout))
             if kind == "same":
-                outputs.append(dataclasses.replace(outputs[-1], same=len(outputs) - 1))
+                outputs.append(outputs[-1]._replace(same=len(outputs) - 1))
             if kind == "part":
-                part = dataclasses.replace(layout, size=(rows_seen, 1), offset=offset + 8)
+                part = layout._replace(size=(rows_seen, 1), offset=offset + 8)
                 outputs.append(OutputSpec(region=region.index, layout=part, view_of=len(outputs) - 1))
     if case.get("workspace"):
         regions.append(Region(len(regions), "workspace", case["workspace"], 0, n))

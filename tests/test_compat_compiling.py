@@ -480,6 +480,7 @@ def test_what_is_no_triton_kernel() -> None:
     assert compat.launcher_of(types.SimpleNamespace(launchers=[])) is None
     assert compat.launcher_of(types.SimpleNamespace(launchers=[lambda: None])) is None
     assert compat.launcher_of(types.SimpleNamespace(launchers=[len, len])) is None
+    assert compat.only_launcher(types.SimpleNamespace(launchers=[len])) is None
 
 
 def test_propagate() -> None:

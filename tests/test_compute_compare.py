@@ -145,7 +145,7 @@ def test_addresses_are_no_difference() -> None:
 
 
 def put(items: tuple[Any, ...], at: int, **fields: Any) -> tuple[Any, ...]:
-    return (*items[:at], dataclasses.replace(items[at], **fields), *items[at + 1 :])
+    return (*items[:at], items[at]._replace(**fields), *items[at + 1 :])
 
 
 CHANGES: dict[str, Callable[[Recording], dict[str, Any]]] = {
@@ -171,9 +171,7 @@ CHANGES: dict[str, Callable[[Recording], dict[str, Any]]] = {
     "whose memory it is": lambda r: {"allocations": put(r.allocations, 1, library=True)},
     "a region more": lambda r: {"allocations": (*r.allocations, r.allocations[1])},
     "the inputs": lambda r: {"n_inputs": 2},
-    "a result's layout": lambda r: {
-        "outputs": put(r.outputs, 0, layout=dataclasses.replace(LAYOUT, stride=(2,)))
-    },
+    "a result's layout": lambda r: {"outputs": put(r.outputs, 0, layout=LAYOUT._replace(stride=(2,)))},
     "a result's region": lambda r: {"outputs": put(r.outputs, 0, region=1)},
     "an input returned": lambda r: {"outputs": put(r.outputs, 1, layout=LAYOUT)},
     "a constant": lambda r: {"outputs": put(r.outputs, 2, constant=4)},
@@ -209,8 +207,8 @@ def test_workspaces_may_come_at_any_time() -> None:
     """A library has one for all its calls: when it came says nothing, and one that no node names is none."""
     made, slots = recording()
     first = made.allocations
-    later = dataclasses.replace(first[2], birth=3)
-    idle = dataclasses.replace(first[2], nbytes=8, birth=0)
+    later = first[2]._replace(birth=3)
+    idle = first[2]._replace(nbytes=8, birth=0)
     moved = dataclasses.replace(
         made,
         allocations=(first[0], idle, first[1], first[3], later),

@@ -236,7 +236,7 @@ def test_check_reports_what_is_wrong(
 
     def wrong(*args: Any) -> Any:
         node, words = real(*args)
-        return dataclasses.replace(node, params=node.params[:-8] + bytes(8)), words
+        return node._replace(params=node.params[:-8] + bytes(8)), words
 
     monkeypatch.setattr("pgraph.drivers.host.driver.kernel_node", wrong)
     with caplog.at_level(logging.ERROR):
@@ -304,7 +304,7 @@ def recorded_otherwise(at: int, change: Callable[[NodeRecord], NodeRecord]) -> I
 def test_one_byte_ends_it() -> None:
     """An equal program records one word otherwise: nothing is computed for any size."""
     model = compiled()
-    with recorded_otherwise(5, lambda n: dataclasses.replace(n, params=n.params + bytes(8))):
+    with recorded_otherwise(5, lambda n: n._replace(params=n.params + bytes(8))):
         call(model, WARM[:4])
     call(model, (*WARM[4:], 17, 17))
     assert made() == (4, 0)
@@ -602,7 +602,7 @@ def test_a_first_capture_with_other_settings_is_not_compared(monkeypatch: pytest
 def test_a_first_capture_that_differs_ends_it() -> None:
     """As any other one does."""
     model = compiled()
-    with recorded_otherwise(3, lambda n: dataclasses.replace(n, params=n.params + bytes(8))):
+    with recorded_otherwise(3, lambda n: n._replace(params=n.params + bytes(8))):
         call(model, WARM[:2])
     call(model, (*WARM[2:], 17, 17))
     assert "a computed recording is not the captured one" in (computer().reason or "")
@@ -624,7 +624,7 @@ def test_launch_attributes_of_generated_kernels_are_those_of_their_size() -> Non
     assert host_nodes.kernel_node(call, sample, (operand, 4)) is None, "another kernel"
     assert host_nodes.kernel_node(work, sample, (operand,)) is None
     assert host_nodes.kernel_node(work, sample, (operand, 4.0)) is None
-    double = dataclasses.replace(operand, dtype=torch.float64)
+    double = operand._replace(dtype=torch.float64)
     assert host_nodes.kernel_node(work, sample, (double, 4)) is None
 
 
@@ -678,17 +678,17 @@ def test_a_launch_with_another_sample_has_its_own_node() -> None:
     class Driver:
         def kernel_node(self, kernel: Any, sample: NodeRecord, arguments: Any) -> Any:
             header, params = (sample.header[0], arguments[0]), bytes(8) + sample.params[8:]
-            return dataclasses.replace(sample, header=header, params=params), []
+            return sample._replace(header=header, params=params), []
 
     usual = NodeRecord("kernel", "kernel", ("function", 1), b"address0nothing1")
     samples = [
         usual,
-        dataclasses.replace(usual, header=("function", 2), params=b"address1nothing1"),
-        dataclasses.replace(usual, params=b"address0nothing2"),
-        dataclasses.replace(usual, kept=("an attribute",)),
-        dataclasses.replace(usual, header=("another function", 1)),
-        dataclasses.replace(usual, params=b"address2nothing2"),
-        *[dataclasses.replace(usual, structs=((0, i),)) for i in (1, 2, 2)],
+        usual._replace(header=("function", 2), params=b"address1nothing1"),
+        usual._replace(params=b"address0nothing2"),
+        usual._replace(kept=("an attribute",)),
+        usual._replace(header=("another function", 1)),
+        usual._replace(params=b"address2nothing2"),
+        *[usual._replace(structs=((0, i),)) for i in (1, 2, 2)],
         usual,
     ]
     found = Computer(Driver(), work)  # type: ignore[arg-type]

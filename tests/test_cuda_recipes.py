@@ -268,7 +268,7 @@ def pairs(draw: st.DrawFn) -> tuple[Size, Size]:
         if node.kind == "kernel":
             function, grid, *rest = header
             header = draw(st.sampled_from([header, (function, (7, *grid[1:]), *rest), (3, grid, *rest)]))
-        nodes.append(dataclasses.replace(node, header=header, params=params))
+        nodes.append(node._replace(header=header, params=params))
     slots = [slot._replace(delta=draw(st.sampled_from([slot.delta, 5]))) for slot in one.slots]
     return one, Size(nodes, draw(st.sampled_from([slots, one.slots])))
 
@@ -449,7 +449,7 @@ def test_dimensions_alone_may_differ(way: str, monkeypatch: pytest.MonkeyPatch) 
         (function, grid, (9, 9, 9), shared, *rest),
         (function, grid, block, shared + 16, *rest),
     )
-    all_sizes = [Size([dataclasses.replace(node, header=header)], []) for header in headers]
+    all_sizes = [Size([node._replace(header=header)], []) for header in headers]
     device, _, recipes = recipes_of(monkeypatch, way, all_sizes)
     for which in (0, 1, 2, 3, 0, 2, 1, 3):
         assert recipes[which].launch([], STREAM) == 1

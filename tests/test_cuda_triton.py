@@ -211,7 +211,7 @@ def test_inductors_launchers_are_read() -> None:
     )
     found = compat.launcher_of(types.SimpleNamespace(launchers=[launcher]))
     assert found == compat.Launcher("k", launcher, "Oi", 2)
-    grid, parameters = triton._launched(launcher, [operand(64), 1000])
+    grid, parameters = triton._Kernel(found).launched([operand(64), 1000])
     assert (grid, parameters) == ((16, 1, 1), [operand(64), 1000])
 
 

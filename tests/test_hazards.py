@@ -224,7 +224,8 @@ def test_hazard_6_the_template_is_never_edited(cured: bool, monkeypatch: pytest.
         real = host_execs.run
 
         def through(node: Any, params: bytes) -> None:
-            object.__setattr__(node, "params", bytes(params))
+            edited = [n._replace(params=bytes(params)) if n is node else n for n in exec_._made_from]
+            exec_._made_from = tuple(edited)
             real(node, params)
 
         monkeypatch.setattr(host_execs, "run", through)

@@ -93,7 +93,7 @@ FAR = [
 
 
 def of_kind(kind: str, r: Recording) -> Recording:
-    return dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], kind=kind),))
+    return dataclasses.replace(r, nodes=(r.nodes[0]._replace(kind=kind),))
 
 
 @pytest.mark.parametrize("delta", FAR)
@@ -169,7 +169,7 @@ def test_a_word_beyond_a_dead_region_is_left_over_padding(delta: int, both: bool
     )
     if both:
         a, b = (
-            dataclasses.replace(r, allocations=tuple(dataclasses.replace(x, death=0) for x in r.allocations))
+            dataclasses.replace(r, allocations=tuple(x._replace(death=0) for x in r.allocations))
             for r in (a, b)
         )
     for until in (16, 0):
@@ -230,7 +230,7 @@ def test_a_dead_region_that_may_be_meant_is_refused(
 ) -> None:
     """Row 6's stars: a launch would use an address of the capture."""
     recordings = [loose(r, own=own, until=until) for r in pair((A + 0x8000,), (B + 0x8200,), death=0)]
-    a, b = (dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], kind=kind),)) for r in recordings)
+    a, b = (dataclasses.replace(r, nodes=(r.nodes[0]._replace(kind=kind),)) for r in recordings)
     if left_over:
         assert match(a, b) == ()
     else:
@@ -243,7 +243,7 @@ def test_a_region_not_yet_born_is_left_over_padding() -> None:
     a, b = map(loose, pair((A + 0x8000,), (B + 0x8200,)))
 
     def late(r: Recording) -> Recording:
-        born = dataclasses.replace(r.allocations[1], birth=1)
+        born = r.allocations[1]._replace(birth=1)
         return dataclasses.replace(r, allocations=(r.allocations[0], born))
 
     assert match(late(a), late(b)) == ()
@@ -294,7 +294,7 @@ def test_a_word_that_moved_within_framework_memory() -> None:
 
 def loose(r: Recording, *, own: bool = True, until: int = 16) -> Recording:
     """The same, its words up to byte `until` in a struct that one of PyTorch's own ops passes."""
-    node = dataclasses.replace(r.nodes[0], structs=((0, until),) if until else ())
+    node = r.nodes[0]._replace(structs=((0, until),) if until else ())
     return dataclasses.replace(r, nodes=(node,), builtin=frozenset({0} if own else ()))
 
 
@@ -355,7 +355,7 @@ BROADCAST = "_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_implI
 def test_where_a_block_begins_some_kernels_point_for_operands_only(name: str, left_over: bool) -> None:
     """The lower half is zero there as in an unused field, beside half of an address of the host's."""
     a, b = (
-        dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], name=name),))
+        dataclasses.replace(r, nodes=(r.nodes[0]._replace(name=name),))
         for r in pair((3, FRAMEWORK), (3, FRAMEWORK))
     )
     if left_over:
@@ -408,7 +408,7 @@ def test_bytes_after_the_last_whole_word_are_no_pointer() -> None:
     a, b = pair((A + 0x8000,), (B + 0x8200,))
 
     def longer(r: Recording, tail: bytes) -> Recording:
-        node = dataclasses.replace(r.nodes[0], params=r.nodes[0].params + tail)
+        node = r.nodes[0]._replace(params=r.nodes[0].params + tail)
         return dataclasses.replace(r, nodes=(node,))
 
     assert match(longer(a, b"abc"), longer(b, b"xyz")) == (Slot(0, 0, 1, 0),)
@@ -419,12 +419,12 @@ def _without_nodes(r: Recording) -> Recording:
 
 
 def _node(**change: object) -> object:
-    return lambda r: dataclasses.replace(r, nodes=(dataclasses.replace(r.nodes[0], **change),))
+    return lambda r: dataclasses.replace(r, nodes=(r.nodes[0]._replace(**change),))
 
 
 def _second(**change: object) -> object:
     def edit(r: Recording) -> Recording:
-        other = dataclasses.replace(r.allocations[1], **change)
+        other = r.allocations[1]._replace(**change)
         return dataclasses.replace(r, allocations=(r.allocations[0], other))
 
     return edit

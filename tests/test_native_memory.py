@@ -129,8 +129,8 @@ def test_a_result_with_gaps_or_without_elements_has_memory_of_its_own(size: Any,
     outputs = list(program.built.template.outputs)
     layout = outputs[position].layout
     assert layout is not None
-    layout = dataclasses.replace(layout, size=size, stride=stride)
-    outputs[position] = dataclasses.replace(outputs[position], layout=layout)
+    layout = layout._replace(size=size, stride=stride)
+    outputs[position] = outputs[position]._replace(layout=layout)
     template = dataclasses.replace(program.built.template, outputs=tuple(outputs))
     built = dataclasses.replace(program.built, template=template)
     again = program_of(built, program.guards, dict.fromkeys(program.shared, 0), 8 << 20)

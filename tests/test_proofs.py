@@ -44,9 +44,7 @@ def recording(*nodes: NodeRecord, nbytes: int = 1024, **changes: Any) -> Recordi
 
 
 def kernel(*words: int, name: str = "k", **changes: Any) -> NodeRecord:
-    return dataclasses.replace(
-        NodeRecord("kernel", name, (), struct.pack(f"={len(words)}Q", *words)), **changes
-    )
+    return NodeRecord("kernel", name, (), struct.pack(f"={len(words)}Q", *words))._replace(**changes)
 
 
 def at(region: int, delta: int = 0) -> int:
@@ -93,7 +91,7 @@ def test_the_same_words_are_addresses_of_the_same_regions() -> None:
 
 def with_life(region: int, birth: int, death: int | None, **changes: Any) -> tuple[GhostAllocation, ...]:
     found = list(large().allocations)
-    found[region] = dataclasses.replace(found[region], birth=birth, death=death, **changes)
+    found[region] = found[region]._replace(birth=birth, death=death, **changes)
     return tuple(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def of_all_kinds(args: list[Any]) -> list[torch.Tensor]:
 def told(recording: Recording) -> Any:
     """All of a recording but its addresses."""
     low = recording.ghost_range[0]
-    places = [(a.address - low, *dataclasses.astuple(a)[1:]) for a in recording.allocations]
+    places = [(a.address - low, *a[1:]) for a in recording.allocations]
     nodes = [(n.kind, n.name, len(n.params)) for n in recording.nodes]
     facts = recording.outputs, recording.builtin, recording.steps, recording.ops
     return nodes, recording.order, places, recording.n_inputs, facts, recording.ghost_range[1] - low

@@ -191,9 +191,7 @@ def test_what_one_capture_only_calls_a_librarys_is_none(told: tuple[bool, bool])
     both = [
         dataclasses.replace(
             found,
-            allocations=tuple(
-                dataclasses.replace(a, library=library and a.library) for a in found.allocations
-            ),
+            allocations=tuple(a._replace(library=library and a.library) for a in found.allocations),
         )
         for found, library in zip((recording(0, steps), recording(1 << 40, steps)), told, strict=True)
     ]

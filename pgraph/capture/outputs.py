@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,12 +41,12 @@ def output_specs(
             same = next((other for other in sharing if results[other] is value), None)
             beside = next((other for other in sharing if _whole(results[other]) is _whole(value)), None)
             if same is not None:
-                spec = dataclasses.replace(spec, same=same)
+                spec = spec._replace(same=same)
             elif beside is not None:
-                spec = dataclasses.replace(spec, view_of=beside)
-                specs[beside] = dataclasses.replace(specs[beside], base=_base(results[beside], origins))
+                spec = spec._replace(view_of=beside)
+                specs[beside] = specs[beside]._replace(base=_base(results[beside], origins))
             elif sharing:
-                spec = dataclasses.replace(spec, view_of=sharing[0], detached=True)
+                spec = spec._replace(view_of=sharing[0], detached=True)
             sharing.append(position)
         specs.append(spec)
     return tuple(specs)

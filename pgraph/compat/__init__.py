@@ -90,7 +90,7 @@ from pgraph.compat.tensors import (
     tensor_shims,
     weak_storage,
 )
-from pgraph.compat.triton import Launcher, is_triton_kernel, launcher_of
+from pgraph.compat.triton import Launcher, is_triton_kernel, launcher_of, only_launcher
 from pgraph.compat.versions import untested
 
 __all__ = [
@@ -142,6 +142,7 @@ __all__ = [
     "marked_unbacked",
     "memory_format",
     "module_with",
+    "only_launcher",
     "output_strides",
     "own_output_strides",
     "packed_by_others",

@@ -8,7 +8,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Launcher", "is_triton_kernel", "launcher_of"]
+__all__ = ["Launcher", "is_triton_kernel", "launcher_of", "only_launcher"]
 
 _AUTOTUNER = "torch._inductor.runtime.triton_heuristics"
 _OTHERS = 5  # the function, the kernel's metadata, the launch's, a hook before and one behind
@@ -57,20 +57,29 @@ class Launcher:
     others: int = 0
 
 
+def only_launcher(kernel: Any) -> types.FunctionType | None:
+    """What launches a kernel; None where that is not yet decided. As long as it is the same function, all
+    else that `launcher_of` tells stays as it is.
+    """
+    launchers: Sequence[Any] = getattr(kernel, "launchers", ())
+    found = launchers[0] if len(launchers) == 1 else None
+    return found if isinstance(found, types.FunctionType) else None
+
+
 def launcher_of(kernel: Any) -> Launcher | None:
     """How a kernel is launched: by Inductor's static launcher, or by Triton's own, which serves kernels with
     assertions, say. None where it is launched otherwise, or that is not yet decided; in the sources of 2.11,
     seen on 2.13 to 2.15.
     """
-    launchers: Sequence[Any] = getattr(kernel, "launchers", ())
-    if len(launchers) != 1 or not isinstance(launchers[0], types.FunctionType):
+    launch = only_launcher(kernel)
+    if launch is None:
         return None
-    names = launchers[0].__globals__
+    names = launch.__globals__
     owner = getattr(names.get("runner"), "__self__", None)
     kinds = getattr(owner, "arg_tys", None)
     if isinstance(kinds, str):
         scratch = (getattr(owner, name, False) for name in ("has_global_scratch", "has_profile_scratch"))
-        return Launcher(str(getattr(owner, "name", "")), launchers[0], kinds, sum(map(bool, scratch)))
+        return Launcher(str(getattr(owner, "name", "")), launch, kinds, sum(map(bool, scratch)))
     binary = names.get("bin")
     signature = getattr(getattr(binary, "src", None), "signature", None)
     if not isinstance(signature, dict):
@@ -78,9 +87,7 @@ def launcher_of(kernel: Any) -> Launcher | None:
     named = [_kind(type_name) for type_name in signature.values()]
     if None in named:
         return None
-    return Launcher(
-        str(getattr(binary, "name", "")), launchers[0], "".join(filter(None, named)), None, _OTHERS
-    )
+    return Launcher(str(getattr(binary, "name", "")), launch, "".join(filter(None, named)), None, _OTHERS)
 
 
 def _kind(type_name: Any) -> str | None:

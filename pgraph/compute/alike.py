@@ -12,11 +12,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pgraph.compute.script import Call, Check, Drop, Event, Make, Run, Script, Sort
+from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script, Sort
 
-__all__ = ["Kind", "Kinds", "kinds_of"]
+__all__ = ["Given", "Kind", "Kinds", "kinds_of"]
+
+
+class Given(NamedTuple):
+    """The arguments of an event: what of them differs from size to size.
+
+    Args:
+        values: all of them; those that differ are None.
+        tensors: which argument each is, and the memory that it lies in.
+        figures: which argument each is, and its place on the tape.
+        hosts: which argument each is, and which argument of the partition.
+        numbers: of each argument that is a tensor, its number among the tensors.
+    """
+
+    values: tuple[Any, ...]
+    tensors: tuple[tuple[int, int], ...]
+    figures: tuple[tuple[int, int], ...]
+    hosts: tuple[tuple[int, int], ...]
+    numbers: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +45,16 @@ class Kind:
         first: position of the first of them among the events.
         tensors: origins of the tensors among its arguments, as `Sort.tensors` has them.
         results: origins of what it makes or returns.
+        views: the origins that are views and first come with it: which one, origin of what it is a view of,
+            number of the view.
+        given: its first event's arguments.
     """
 
     first: int
     tensors: tuple[int, ...]
     results: tuple[int, ...]
+    views: tuple[tuple[int, int, int], ...]
+    given: Given
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +65,12 @@ class Kinds:
         all: in the order of their first events.
         of_events: number of each event's kind; None for those that give up memory.
         origins: how many there are.
-        views: by the origins that are views: origin of what each is a view of, and the number of the view.
         of_memory: origin of the layout that each memory came with.
     """
 
     all: tuple[Kind, ...]
     of_events: tuple[int | None, ...]
     origins: int
-    views: dict[int, tuple[int, int]]
     of_memory: tuple[int, ...]
 
 
@@ -66,7 +87,7 @@ def kinds_of(script: Script, inputs: Sequence[int], sample: Callable[[Run], Hash
         sorting.sort(at, event, sort)
     of_memory = tuple([sorting.of_memory.get(memory, -1) for memory in range(script.memories)])
     kinds = tuple(sorting.kinds)
-    return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), sorting.views, of_memory)
+    return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), of_memory)
 
 
 class _KindsFound:
@@ -78,10 +99,10 @@ class _KindsFound:
         self._sample = sample
         self.origins: dict[Hashable, int] = {}
         self.of_memory = {m: self._origin((Script, layout)) for m, layout in enumerate(inputs)}
-        self.views: dict[int, tuple[int, int]] = {}
         self.kinds: list[Kind] = []
         self.of_events: list[int | None] = []
         self._numbers: dict[Hashable, int] = {}
+        self._views: list[tuple[int, int, int]] = []  # of the event being sorted, that no other one had
 
     def sort(self, at: int, event: Event, sort: Sort) -> None:
         if isinstance(event, Drop):
@@ -94,7 +115,8 @@ class _KindsFound:
             number = len(self.kinds)
             made = (event.memory,) if isinstance(event, Make) else getattr(event, "results", ())
             results = tuple([self._origin((Kind, number, i)) for i in range(len(made))])
-            self.kinds.append(Kind(at, tensors, results))
+            self.kinds.append(Kind(at, tensors, results, tuple(self._views), _given(event)))
+            self._views.clear()
             if said is not None:
                 self._numbers[said] = number
         self.of_events.append(number)
@@ -118,9 +140,24 @@ class _KindsFound:
         base = self.of_memory[memory]
         if view is None:
             return base
-        origin = self._origin((base, view))
-        self.views[origin] = base, view
+        origin = self.origins.get((base, view))
+        if origin is None:  # so this event is like no earlier one
+            origin = self._origin((base, view))
+            self._views.append((origin, base, view))
         return origin
 
     def _origin(self, told: Hashable) -> int:
         return self.origins.setdefault(told, len(self.origins))
+
+
+def _given(event: Event) -> Given:
+    arguments = event.arguments if isinstance(event, Run | Call) else ()
+    told = [(at, value) for at, value in enumerate(arguments)]
+    tensors = tuple([(at, value.memory) for at, value in told if isinstance(value, Place)])
+    return Given(
+        tuple([None if isinstance(value, Place | Figure | Host) else value for value in arguments]),
+        tensors,
+        tuple([(at, value.place) for at, value in told if isinstance(value, Figure)]),
+        tuple([(at, value.position) for at, value in told if isinstance(value, Host)]),
+        {at: i for i, (at, _) in enumerate(tensors)},
+    )

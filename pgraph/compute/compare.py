@@ -20,7 +20,6 @@ a struct of a built-in op's kernel:
 from __future__ import annotations
 
 import dataclasses
-import operator
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -131,9 +130,7 @@ def _workspaces_last(recording: Recording, slots: Sequence[Slot]) -> tuple[Recor
     if order == list(range(len(allocations))):
         return recording, slots
     place = {region: i for i, region in enumerate(order)}
-    outputs = tuple(
-        o if o.region is None else dataclasses.replace(o, region=place[o.region]) for o in recording.outputs
-    )
+    outputs = tuple(o if o.region is None else o._replace(region=place[o.region]) for o in recording.outputs)
     moved = tuple(allocations[i] for i in order)
     found = [_moved(slot, place[slot.region]) for slot in slots]
     return dataclasses.replace(recording, allocations=moved, outputs=outputs), found
@@ -141,11 +138,6 @@ def _workspaces_last(recording: Recording, slots: Sequence[Slot]) -> tuple[Recor
 
 def _moved(slot: Slot, region: int) -> Slot:
     return slot if region == slot.region else Slot(slot.node, slot.offset, region, slot.delta)
-
-
-_all_but_constant = operator.attrgetter(
-    *(field.name for field in dataclasses.fields(OutputSpec) if field.name != "constant")
-)
 
 
 def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
@@ -157,7 +149,7 @@ def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
     # A tensor is the same only if it is that very object: its values may be anywhere.
     plain = isinstance(a.constant, bool | int | float | complex | str | None)
     same = a.constant == b.constant if plain else a.constant is b.constant
-    return same and _all_but_constant(a) == _all_but_constant(b)
+    return same and a._replace(constant=None) == b._replace(constant=None)
 
 
 def _of_nodes(

@@ -241,9 +241,11 @@ class Computer:
                 missing.append(call)
             return found
 
-        def record() -> None:
+        def record() -> list[Proved | None]:
             self._sites.record(missing)
+            found = [self._sites.get(call) for call in missing]
             missing.clear()
+            return found
 
         sample = None if alone else lambda event: self._alike.get(event.number)
         offsets = script.offsets or self._driver.tells_offsets

@@ -10,11 +10,11 @@ import torch
 
 from pgraph.compute.alike import Kind
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.pieces import Part, Proved, Tools
-from pgraph.compute.script import Call, Check, Figure, Host, Make, Place, Run, Script, View
-from pgraph.compute.skeleton import Latest, Skeleton
+from pgraph.compute.pieces import Form, Part, Proved, Tools
+from pgraph.compute.script import Call, Check, Figure, Host, Make, Place, Run, Script
+from pgraph.compute.skeleton import Latest
 from pgraph.drivers.interface import ALIGNMENT, extent
-from pgraph.drivers.operands import HostOperand, Layouts, Operand, distinct
+from pgraph.drivers.operands import HostOperand, Layouts, Operand
 from pgraph.template.recording import OutputSpec, Recording
 
 __all__ = ["evaluate"]
@@ -49,35 +49,40 @@ class _Evaluation:
         self.script, self.arguments, self.values = script, arguments, values
         self.tools, self.latest = tools, latest
         self.layouts = Layouts(tools.offsets)
-        self.phases: list[int] = []  # of inputs: bytes from an aligned address
-        self.inputs: list[int] = []  # bytes of each
-        self.extents: dict[int, int] = {}  # bytes, by layout: weights of all layers are alike
-        layouts = tuple(map(self.given, script.inputs, alignments))
+        # Of inputs: bytes from an aligned address, bytes of each.
+        self.phases = [alignment % ALIGNMENT for _, alignment in zip(script.inputs, alignments, strict=False)]
+        self.inputs: list[int] = []
+        layouts = self.given()
         self.kinds = latest.kinds(script, layouts, tools.sample)
         self.layout_of: list[int | None] = [None] * self.kinds.origins
         for memory, layout in enumerate(layouts):
             self.layout_of[self.kinds.of_memory[memory]] = layout
         self.viewed: dict[tuple[int, int], int] = {}  # layouts of views, by that of the base
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # numbers, by their places
         self.constants: dict[int, OutputSpec] = {}  # by origin: they have no layout
         self.made: list[int] = []  # bytes, by kind of event
         self.parts: list[Part] = []  # by kind of event
         self.known: dict[Hashable, Part | None] = {}  # None if it was asked for in vain
+        self.missing: list[Hashable] = []  # calls that were asked for in vain: kinds and layouts
+        self.fresh: dict[Hashable, Proved | None] = {}  # these, once they are recorded
         self.nodes = self.rounds = 0  # how many so far; how often library calls were recorded
 
-    def given(self, position: int, alignment: int) -> int:
-        """The layout of an input."""
-        tensor = self.arguments[position]
-        if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
-            raise NotComputableError(f"argument {position} is a lazy view")
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        phase = alignment % ALIGNMENT
-        layout = self.layouts.number(size, stride, dtype, int(tensor.storage_offset()), 0, phase)
-        nbytes = self.extents.get(layout)
-        if nbytes is None:
-            nbytes = self.extents[layout] = extent(size, stride) * dtype.itemsize
-        self.phases.append(phase)
-        self.inputs.append(nbytes)
-        return layout
+    def given(self) -> tuple[int, ...]:
+        """The layouts of all inputs."""
+        found, number = [], self.layouts.number
+        extents: dict[int, int] = {}  # bytes, by layout: weights of all layers are alike
+        for position, phase in zip(self.script.inputs, self.phases, strict=True):
+            tensor = self.arguments[position]
+            if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
+                raise NotComputableError(f"argument {position} is a lazy view")
+            size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+            layout = number(size, stride, dtype, tensor.storage_offset(), 0, phase)
+            nbytes = extents.get(layout)
+            if nbytes is None:
+                nbytes = extents[layout] = extent(size, stride) * dtype.itemsize
+            found.append(layout)
+            self.inputs.append(nbytes)
+        return tuple(found)
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -92,6 +97,8 @@ class _Evaluation:
         for kind in self.kinds.all:
             event = self.script.events[kind.first]
             self.made.append(0)
+            if kind.views:
+                self.lay(kind)
             part = steps[type(event)](event, kind)
             self.parts.append(part)
             self.nodes += len(part.nodes)
@@ -110,19 +117,20 @@ class _Evaluation:
         sample = self.tools.sample(event) if self.tools.sample is not None else None
         number = self.script.sorts[kind.first].number
         if sample is None or number is None:
-            return self.launched(event, layouts)
+            return self.launched(event, kind, layouts)
         key = number, sample, *layouts
         part = self.known.get(key)
         if part is None:
-            part = self.known[key] = self.launched(event, layouts)
+            part = self.known[key] = self.launched(event, kind, layouts)
         return part
 
-    def launched(self, event: Run, layouts: Sequence[int]) -> Part:
-        arguments, tensors = self.given_to(event, layouts)
-        node, addresses = self.tools.node(self.nodes, event, arguments)
+    def launched(self, event: Run, kind: Kind, layouts: Sequence[int]) -> Part:
+        node, addresses = self.tools.node(self.nodes, event, self.given_to(kind, layouts))
         # All but constants, which stay where they are.
+        tensors = kind.given.numbers
         found = [(byte, tensors[at]) for byte, at in addresses if at in tensors]
-        return Part((node,), tuple([(0, byte, i, self.layouts.known[layouts[i]].into) for byte, i in found]))
+        form = Form((node.kind,), tuple([(0, byte, i) for byte, i in found]))
+        return Part((node,), form, tuple([self.layouts.known[layouts[i]].into for _, i in found]))
 
     def call(self, event: Call, kind: Kind) -> Part:
         layouts = self.told(kind)
@@ -143,33 +151,47 @@ class _Evaluation:
 
     def recorded(self, event: Call, kind: Kind, layouts: Sequence[int]) -> Part:
         """The part of a library call. If it is not known it is recorded, together with those to come."""
-        part = self.called(event, layouts)
+        part = self.called(event, kind, layouts)
         if part is None and self.tools.record is not None and self.rounds < _ROUNDS:
             self.rounds += 1
             self.look_ahead(kind)
-            self.tools.record()
-            part = self.called(event, layouts)
+            self.fresh.update(zip(self.missing, self.tools.record(), strict=True))
+            self.missing.clear()
+            part = self.called(event, kind, layouts)
         if part is None:
             raise NotComputableError("library calls depend on one another in ways that cannot be told")
         return part
 
-    def called(self, event: Call, layouts: Sequence[int]) -> Part | None:
-        arguments, tensors = self.given_to(event, layouts)
-        known = self.tools.site(event, arguments)
+    def called(self, event: Call, kind: Kind, layouts: Sequence[int]) -> Part | None:
+        key = kind.first, *layouts
+        known = self.fresh.get(key)
         if known is None:
+            known = self.tools.site(event, self.given_to(kind, layouts))
+        if known is None:
+            self.missing.append(key)
             return None
         site, slots = known
         if len(site.outputs) != len(event.results):
             raise NotComputableError(f"{event.function} has {len(site.outputs)} new results")
-        regions = [
-            (i, self.layouts.known[layouts[i]].into) for i in (tensors[at] for at in distinct(arguments))
-        ]
+        # Equal operands are one tensor, which is the first of them: they have one memory and one layout.
+        each: dict[Any, int] = {}
+        for i, ((_, memory), layout) in enumerate(zip(kind.given.tensors, layouts, strict=True)):
+            each.setdefault((memory, layout), i)
+        regions = [(i, self.layouts.known[layouts[i]].into) for i in each.values()]
         regions += [(len(layouts) + i, 0) for i in range(len(site.allocations) - site.n_inputs)]
-        words = [(s.node, s.offset, regions[s.region][0], regions[s.region][1] + s.delta) for s in slots]
         results = [self.result(spec, site.n_inputs) for spec in site.outputs]
         allocations = site.allocations[site.n_inputs :]
-        order = site.order if site.order.links or site.order.odd else None
-        return Part(site.nodes, tuple(words), allocations, site.steps, tuple(results), order)
+        form = Form(
+            tuple([node.kind for node in site.nodes]),
+            tuple([(node, byte, regions[region][0]) for node, byte, region, _ in slots]),
+            tuple([(a.birth, a.death, a.nbytes if a.library else None) for a in allocations]),
+            tuple([None if isinstance(result, OutputSpec) else result[0] for result in results]),
+            site.order if site.order.links or site.order.odd else None,
+            site.steps,
+        )
+        distances = [regions[region][1] + delta for _, _, region, delta in slots]
+        sizes = [a.nbytes for a in allocations]
+        return Part(site.nodes, form, tuple(distances), tuple(sizes), tuple(results))
 
     def look_ahead(self, kind: Kind) -> None:
         """Ask for the library calls after this one, as far as their arguments' layouts are told before."""
@@ -177,6 +199,8 @@ class _Evaluation:
             self.foretell(kind, None)
             for later in self.kinds.all[len(self.parts) + 1 :]:
                 event = self.script.events[later.first]
+                if later.views:
+                    self.lay(later)
                 if isinstance(event, Make):
                     found = self.whole(event.size, event.stride, event.dtype)
                     self.layout_of[later.results[0]] = found[1]
@@ -185,13 +209,12 @@ class _Evaluation:
 
     def asked(self, event: Call, kind: Kind) -> Part | None:
         """The part of a call to come; None if that, or the layout of an argument, is not known."""
-        layouts = [self.layout(origin) for origin in kind.tensors]
-        told = [layout for layout in layouts if layout is not None]
-        if len(told) < len(layouts):
+        told = [layout for origin in kind.tensors if (layout := self.layout_of[origin]) is not None]
+        if len(told) < len(kind.tensors):
             return None
         key = self.script.sorts[kind.first].number, *told
         if key not in self.known or not self.alike(kind):
-            self.known[key] = self.called(event, told)
+            self.known[key] = self.called(event, kind, told)
         return self.known[key]
 
     def foretell(self, kind: Kind, part: Part | None) -> None:
@@ -201,7 +224,7 @@ class _Evaluation:
         for i, (memory, origin) in enumerate(zip(event.results, kind.results, strict=True)):
             found = part.results[i] if part is not None else None
             layout, dtype = self.script.layouts.get(memory), self.tools.types.get(memory)
-            if isinstance(found, tuple):
+            if found is not None and not isinstance(found, OutputSpec):
                 self.layout_of[origin] = found[1]
             elif found is None and layout is not None and dtype is not None:
                 self.layout_of[origin] = self.whole(*layout, dtype)[1]
@@ -229,82 +252,73 @@ class _Evaluation:
             of_size, of_stride = found.size, found.stride
         size, stride = self.numbers(event.size), self.numbers(event.stride)
         strides = zip(size, of_stride, stride, strict=False)
-        if of_size != size or not all(a == b for n, a, b in strides if n > 1):
+        if of_size != size or (of_stride != stride and not all(a == b for n, a, b in strides if n > 1)):
             raise NotComputableError("a tensor is laid out otherwise than the generated code expects")
         return _NOTHING
 
     # -- values -------------------------------------------------------------------------------
 
     def numbers(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([self.values[place] for place in places])
-
-    def layout(self, origin: int) -> int | None:
-        """The number of a layout; None for a constant, and for what is not known."""
-        view = self.kinds.views.get(origin)
-        if view is None:
-            return self.layout_of[origin]
-        base = self.layout(view[0])
-        if base is None:
-            return None
-        key = base, view[1]
-        found = self.viewed.get(key)
+        found = self.shapes.get(places)
         if found is None:
-            found = self.viewed[key] = self.view(base, self.script.views[view[1]])
+            found = self.shapes[places] = tuple([self.values[place] for place in places])
         return found
+
+    def lay(self, kind: Kind) -> None:
+        """Note the layouts of the views that first come with a kind of event."""
+        for origin, base, view in kind.views:
+            layout = self.layout_of[base]
+            self.layout_of[origin] = self.view(layout, view) if layout is not None else None
 
     def told(self, kind: Kind) -> list[int]:
         """Layouts of the tensors among an event's arguments."""
-        found = [layout for layout in map(self.layout, kind.tensors) if layout is not None]
+        found = [layout for origin in kind.tensors if (layout := self.layout_of[origin]) is not None]
         if len(found) < len(kind.tensors):
             raise NotComputableError("a result that a library did not give is used")
         return found
 
-    def view(self, base: int, view: View) -> int:
-        size, stride, offset = view
-        return self.layouts.view(base, self.numbers(size), self.numbers(stride), self.values[offset])
+    def view(self, base: int, view: int) -> int:
+        found = self.viewed.get((base, view))
+        if found is None:
+            of_size, of_stride, offset = self.script.views[view]
+            size, stride = self.numbers(of_size), self.numbers(of_stride)
+            found = self.viewed[base, view] = self.layouts.view(base, size, stride, self.values[offset])
+        return found
 
-    def given_to(self, event: Run | Call, layouts: Sequence[int]) -> tuple[list[Any], dict[int, int]]:
-        """The arguments of an event, and for each that is a tensor its number among the tensors."""
-        found: list[Any] = []
-        tensors: dict[int, int] = {}
-        for at, value in enumerate(event.arguments):
-            if isinstance(value, Place):
-                tensors[at] = i = len(tensors)
-                found.append(self.operand(value.memory, layouts[i]))
-            else:
-                found.append(self.argument(value))
-        return found, tensors
-
-    def operand(self, memory: int, layout: int) -> Operand:
-        phase = self.phases[memory] if memory < len(self.phases) else 0
-        return self.layouts.known[layout].at(_BASE + memory * _APART + phase)
-
-    def argument(self, value: Any) -> Any:
-        if isinstance(value, Figure):
-            return self.values[value.place]
-        return HostOperand(self.arguments[value.position]) if isinstance(value, Host) else value
+    def given_to(self, kind: Kind, layouts: Sequence[int]) -> list[Any]:
+        """The arguments of an event."""
+        given, known, n_inputs = kind.given, self.layouts.known, len(self.phases)
+        found = list(given.values)
+        for (at, memory), layout in zip(given.tensors, layouts, strict=True):
+            size, stride, dtype, offset, into = known[layout]
+            phase = self.phases[memory] if memory < n_inputs else 0
+            found[at] = Operand(_BASE + memory * _APART + phase + into, size, stride, dtype, offset)
+        for at, place in given.figures:
+            found[at] = self.values[place]
+        for at, position in given.hosts:
+            found[at] = HostOperand(self.arguments[position])
+        return found
 
     # -- the end ------------------------------------------------------------------------------
 
     def note_types(self) -> None:
         """Note the types of the results of library calls."""
-        for event in self.script.events:
-            for memory in event.results if isinstance(event, Call) else ():
-                layout = self.layout_of[self.kinds.of_memory[memory]]
-                if memory not in self.tools.types and layout is not None:
-                    self.tools.types[memory] = self.layouts.known[layout].dtype
+        for memory in self.script.returned if len(self.tools.types) < len(self.script.returned) else ():
+            layout = self.layout_of[self.kinds.of_memory[memory]]
+            if memory not in self.tools.types and layout is not None:
+                self.tools.types[memory] = self.layouts.known[layout].dtype
 
     def recording(self) -> Proved:
         skeleton = self.latest.skeleton(self.script, self.kinds, self.parts)
         allocations = skeleton.allocations(self.parts, self.inputs, self.made)
-        nbytes = [a.nbytes for a in allocations]
-        rows = [self.output(i, leaf, skeleton, nbytes) for i, leaf in enumerate(self.script.results)]
+        constants = [self.constant(self.script.results[position]) for position in skeleton.constants]
+        layouts = [self.layouts.known[self.laid(origin, view)] for origin, view in skeleton.layouts]
         recording = Recording(
             skeleton.nodes(self.parts),
             skeleton.order,
             allocations,
             len(self.inputs),
-            self.latest.outputs(rows),
+            skeleton.outputs(constants, layouts, allocations),
             (0, 0),
             None,
             steps=skeleton.steps,
@@ -312,34 +326,17 @@ class _Evaluation:
         )
         return recording, skeleton.slots(self.parts)
 
-    def output(
-        self, position: int, leaf: Any, skeleton: Skeleton, nbytes: Sequence[int]
-    ) -> OutputSpec | tuple[Any, ...]:
-        """A constant; or the number among the allocations, the one among the inputs, the layout, and which
-        result it is once more.
-        """
+    def constant(self, leaf: Any) -> OutputSpec:
+        if isinstance(leaf, Place):
+            return self.constants[self.kinds.of_memory[leaf.memory]]
         if isinstance(leaf, Host):
             return OutputSpec(constant=self.arguments[leaf.position], unread=True)
-        if not isinstance(leaf, Place):
-            return OutputSpec(constant=self.argument(leaf))
-        origin = self.kinds.of_memory[leaf.memory]
-        if origin in self.constants:
-            return self.constants[origin]
-        region = skeleton.region[leaf.memory]
-        assert region is not None
-        is_input = region < len(self.inputs)
-        if is_input and leaf.size is None:
-            return None, region, None, None
-        number = self.layout_of[origin]
-        assert number is not None
-        if leaf.size is not None and leaf.stride is not None and leaf.offset is not None:
-            number = self.view(number, (leaf.size, leaf.stride, leaf.offset))
-        found = self.layouts.known[number]
-        layout = found.size, found.stride, found.dtype, found.into if nbytes[region] else 0
-        if is_input:
-            return None, region, layout, None
-        first = self.script.identities[position]
-        return region, None, layout, first if first < position else None
+        return OutputSpec(constant=self.values[leaf.place] if isinstance(leaf, Figure) else leaf)
+
+    def laid(self, origin: int, view: int | None) -> int:
+        layout = self.layout_of[origin]
+        assert layout is not None
+        return layout if view is None else self.view(layout, view)
 
 
 def evaluate(

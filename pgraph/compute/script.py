@@ -175,6 +175,9 @@ class Script:
     Attributes:
         sorts: of the events.
         views: by number.
+        shown: of each result the number of the view; None if it is none.
+        runs: the launches among the events.
+        returned: memory that results of calls come with.
         offsets: whether a library may ask where in its storage a tensor begins.
     """
 
@@ -188,14 +191,22 @@ class Script:
     layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     sorts: tuple[Sort, ...] = dataclasses.field(init=False, repr=False, compare=False)
     views: tuple[View, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    shown: tuple[int | None, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    runs: tuple[Run, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    returned: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
     offsets: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sorting = _Sorting()
         object.__setattr__(self, "sorts", tuple(map(sorting.sort, self.events)))
+        shown = [sorting.view(leaf) if isinstance(leaf, Place) else None for leaf in self.results]
+        object.__setattr__(self, "shown", tuple(shown))
         object.__setattr__(self, "views", tuple(sorting.views))
-        calls = {event.kind: event.function for event in self.events if isinstance(event, Call)}
-        object.__setattr__(self, "offsets", any(map(asks_for_offsets, calls.values())))
+        object.__setattr__(self, "runs", tuple([event for event in self.events if isinstance(event, Run)]))
+        calls = [event for event in self.events if isinstance(event, Call)]
+        object.__setattr__(self, "returned", tuple([memory for call in calls for memory in call.results]))
+        functions = {call.kind: call.function for call in calls}
+        object.__setattr__(self, "offsets", any(map(asks_for_offsets, functions.values())))
 
     def require(self, arguments: Sequence[Any]) -> None:
         """Make sure that these are arguments like those that the code was followed with.
@@ -252,9 +263,10 @@ class _Sorting:
         said += [_said(value, memories) for value in arguments]
         known = all(x is not None for x in said)
         number = self._numbers.setdefault(tuple(said), len(self._numbers)) if known else None
-        return Sort(number, tuple([(a.memory, self._view(a)) for a in arguments if isinstance(a, Place)]))
+        return Sort(number, tuple([(a.memory, self.view(a)) for a in arguments if isinstance(a, Place)]))
 
-    def _view(self, place: Place) -> int | None:
+    def view(self, place: Place) -> int | None:
+        """The number of a view; None if the place is none."""
         if place.size is None or place.stride is None or place.offset is None:
             return None
         return self.views.setdefault((place.size, place.stride, place.offset), len(self.views))

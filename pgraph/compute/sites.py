@@ -55,29 +55,30 @@ class LibraryCall:
         event: of the script.
         arguments: an `Operand` for each tensor of the device, or a value.
         settings: a number for those of libraries (`pgraph.compat.library_settings`).
+
+    Attributes:
+        operands: the tensors among its arguments, each once.
+        key: equal for calls of one script that record the same nodes, but for addresses.
     """
 
     event: Call
     arguments: tuple[Any, ...]
     settings: int
+    operands: list[Operand] = dataclasses.field(init=False, repr=False, compare=False)
+    key: Hashable = dataclasses.field(init=False, repr=False, compare=False)
 
-    def key(self) -> Hashable:
-        """Equal for calls of one script that record the same nodes, but for addresses."""
-        places = distinct(self.arguments)
-        given = sum(isinstance(a, Operand) for a in self.arguments)
-        same = tuple(self._numbers) if len(places) < given else None
-        return self.event.kind, tuple(map(_likeness, self.arguments)), same, self.settings
-
-    @property
-    def operands(self) -> list[Operand]:
-        """The tensors among its arguments, each once."""
-        return [self.arguments[i] for i in distinct(self.arguments)]
+    def __post_init__(self) -> None:
+        operands = [self.arguments[i] for i in distinct(self.arguments)]
+        object.__setattr__(self, "operands", operands)
+        given = sum([isinstance(a, Operand) for a in self.arguments])
+        same = tuple(self._numbers) if len(operands) < given else None
+        likeness = tuple(map(_likeness, self.arguments))
+        object.__setattr__(self, "key", (self.event.kind, likeness, same, self.settings))
 
     @property
     def _numbers(self) -> list[int]:
         """For each argument that is a tensor, which one."""
-        operands = self.operands
-        return [operands.index(a) for a in self.arguments if isinstance(a, Operand)]
+        return [self.operands.index(a) for a in self.arguments if isinstance(a, Operand)]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Call with these operands; the results that are none of the arguments."""
@@ -107,7 +108,7 @@ class Sites:
 
     def get(self, call: LibraryCall) -> Proved | None:
         """The recording of a call; None if there is none yet."""
-        key = call.key()
+        key = call.key
         found = self._known.get(key)
         if found is not None:
             self._known.move_to_end(key)
@@ -120,7 +121,7 @@ class Sites:
         Raises:
             NotComputableError: one of them cannot be recorded by itself.
         """
-        wanted = {call.key(): call for call in calls}
+        wanted = {call.key: call for call in calls}
         found: list[Proved] | None = None
         recounts = 0
         while found is None:
@@ -294,7 +295,7 @@ def _slices(
         outputs = []
         for output in whole.outputs[returned[at] : returned[at + 1]]:
             if output.region is not None:
-                output = dataclasses.replace(output, region=regions[output.region])
+                output = output._replace(region=regions[output.region])
             elif output.input is not None:
                 raise NotComputableError(f"{calls[at].event.function} returns an argument")
             outputs.append(output)
@@ -332,10 +333,11 @@ def _value(argument: Any) -> Any:
 
 def _likeness(value: Any) -> Hashable:
     """All of an argument that kernels may depend on."""
+    if isinstance(value, Operand):
+        address, *layout = value
+        return *layout, min(address & -address, ALIGNMENT)
     if isinstance(value, HostOperand):
         return "host", tuple(value.tensor.size()), value.tensor.dtype
-    if isinstance(value, Operand):
-        return value.size, value.stride, value.dtype, _alignment(value.address), value.offset
     if isinstance(value, torch.Tensor):  # a constant of the code
         return id(value), value.data_ptr(), tuple(value.size()), tuple(value.stride()), value.dtype
     return type(value), str(value) if isinstance(value, float | complex) else value  # -0.0 == 0.0

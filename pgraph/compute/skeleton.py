@@ -13,12 +13,13 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain as joined
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pgraph.compute.alike import Kinds, kinds_of
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.pieces import Part
-from pgraph.compute.script import Call, Check, Drop, Make, Run, Script
+from pgraph.compute.script import Call, Check, Drop, Make, Place, Run, Script
+from pgraph.drivers.operands import Layout
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import Topology, chain, forked
@@ -51,21 +52,38 @@ class _Range:
     library: bool = False
 
 
+class _Result(NamedTuple):
+    """A result that is a tensor with a layout of its own.
+
+    Args:
+        position: among the results.
+        region, given: number of the allocation; of the input, if it is a view of one.
+        laid: which of the layouts of results.
+        same: see `OutputSpec`.
+    """
+
+    position: int
+    region: int
+    given: int | None
+    laid: int
+    same: int | None
+
+
 class Skeleton:
     """Of a script's recordings whose parts have the same forms. What was made for the latest of them is given
     again where it is equal.
 
     Attributes:
         order, steps: as a `Recording` has them.
-        region: number of the allocation in which each memory lies; None for a constant.
+        constants: positions of the results that are constants, which are told each time.
+        layouts: origin, and number of the view or None, of each layout that other results have.
     """
 
-    def __init__(self, drafting: _Drafting) -> None:
+    def __init__(self, script: Script, kinds: Kinds, drafting: _Drafting) -> None:
         n_inputs, ranges = drafting.n_inputs, drafting.ranges
         later = sorted(range(n_inputs, len(ranges)), key=lambda r: ranges[r].birth)
         self._ranges = [ranges[r] for r in (*range(n_inputs), *later)]
         region = {r: i for i, r in enumerate((*range(n_inputs), *later))}
-        self.region = [None if r is None else region[r] for r in drafting.range_of]
         self._words = [
             (node, byte, region[r], kind, word) for node, byte, r, kind, word in sorted(drafting.words)
         ]
@@ -77,6 +95,33 @@ class Skeleton:
         self._distances: list[tuple[int, ...]] = []
         self._slots: tuple[Slot, ...] = ()
         self._allocations: tuple[GhostAllocation, ...] = ()
+        self._outputs: list[Any] = [None] * len(script.results)
+        self._laid: list[tuple[Layout, TensorSpec] | None] = []
+        self._lay(script, kinds, [None if r is None else region[r] for r in drafting.range_of])
+
+    def _lay(self, script: Script, kinds: Kinds, region: Sequence[int | None]) -> None:
+        """Tell what results are.
+
+        Args:
+            region: number of the allocation in which each memory lies; None for a constant.
+        """
+        constants, layouts = [], dict[tuple[int, int | None], int]()
+        self._results: list[_Result] = []
+        for position, (leaf, view) in enumerate(zip(script.results, script.shown, strict=True)):
+            r = region[leaf.memory] if isinstance(leaf, Place) else None
+            if r is None:
+                constants.append(position)
+                continue
+            is_input = r < len(script.inputs)
+            if is_input and view is None:
+                self._outputs[position] = OutputSpec(input=r)
+                continue
+            laid = layouts.setdefault((kinds.of_memory[leaf.memory], view), len(layouts))
+            first = script.identities[position]
+            same = first if first < position and not is_input else None
+            self._results.append(_Result(position, r, r if is_input else None, laid, same))
+        self.constants, self.layouts = tuple(constants), tuple(layouts)
+        self._laid = [None] * len(layouts)
 
     def nodes(self, parts: Sequence[Part]) -> tuple[NodeRecord, ...]:
         """All nodes, in order."""
@@ -116,6 +161,38 @@ class Skeleton:
         )
         return self._allocations
 
+    def outputs(
+        self,
+        constants: Sequence[OutputSpec],
+        layouts: Sequence[Layout],
+        allocations: Sequence[GhostAllocation],
+    ) -> tuple[OutputSpec, ...]:
+        """All results.
+
+        Args:
+            constants, layouts: as the attributes name them.
+        """
+        laid = [
+            old if old is not None and old[0] == layout else (layout, _spec(layout, layout.into))
+            for old, layout in zip(self._laid, layouts, strict=True)
+        ]
+        found = self._outputs.copy()
+        for position, region, given, which, same in self._results:
+            layout, spec = laid[which]
+            if layout.into and not allocations[region].nbytes:
+                spec = _spec(layout, 0)
+            if found[position] is None or found[position].layout is not spec:
+                of = region if given is None else None
+                found[position] = OutputSpec(region=of, input=given, layout=spec, same=same)
+        self._laid, self._outputs = [*laid], found.copy()
+        for position, constant in zip(self.constants, constants, strict=True):
+            found[position] = constant
+        return tuple(found)
+
+
+def _spec(layout: Layout, offset: int) -> TensorSpec:
+    return TensorSpec(layout.size, layout.stride, layout.dtype, offset)
+
 
 class Latest:
     """What evaluations of one script have in common, kept from one to the next."""
@@ -123,7 +200,6 @@ class Latest:
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kinds] = OrderedDict()
         self._skeletons: OrderedDict[Hashable, Skeleton] = OrderedDict()
-        self._outputs: tuple[Sequence[Any], Sequence[Any]] = (), ()
 
     def kinds(
         self, script: Script, inputs: tuple[int, ...], sample: Callable[[Run], Hashable] | None
@@ -131,7 +207,7 @@ class Latest:
         """As `kinds_of` gives them."""
         if sample is None:  # nothing is like anything else, which is asked for but a few times
             return kinds_of(script, inputs, None)
-        samples = tuple([sample(event) for event in script.events if isinstance(event, Run)])
+        samples = tuple(map(sample, script.runs))
         return _kept(self._kinds, (inputs, samples), lambda: kinds_of(script, inputs, sample))
 
     def skeleton(self, script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleton:
@@ -146,19 +222,10 @@ class Latest:
         forms = tuple([part.form for part in parts])
         return _kept(self._skeletons, (kinds, forms), lambda: _skeleton_of(script, kinds, parts))
 
-    def outputs(self, rows: Sequence[OutputSpec | tuple[Any, ...]]) -> tuple[OutputSpec, ...]:
-        """Constants stand for themselves. Of others: the number of the allocation, that of the input, the
-        layout, and which result it is once more."""
-        told, known = self._outputs
-        found = [
-            old if row == was else _output(row) for row, was, old in zip(rows, told, known, strict=False)
-        ]
-        found += [_output(row) for row in rows[len(found) :]]
-        self._outputs = [row if isinstance(row, tuple) else None for row in rows], found
-        return tuple(found)
-
 
 def _kept(known: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    if known and next(reversed(known)) == key:  # as most often, and sooner told
+        return known[next(reversed(known))]
     if key not in known:
         made = make()
         while len(known) >= _MOST:
@@ -166,14 +233,6 @@ def _kept(known: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T])
         known[key] = made
     known.move_to_end(key)
     return known[key]
-
-
-def _output(row: OutputSpec | tuple[Any, ...]) -> OutputSpec:
-    if isinstance(row, OutputSpec):
-        return row
-    region, given, layout, same = row
-    spec = TensorSpec(*layout) if layout is not None else None
-    return OutputSpec(region=region, input=given, layout=spec, same=same)
 
 
 def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleton:
@@ -188,7 +247,7 @@ def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleto
         if not isinstance(event, Check):
             steps[type(event)](event, sort, -1 if kind is None else kind)
     drafting.boundary()
-    return Skeleton(drafting)
+    return Skeleton(script, kinds, drafting)
 
 
 class _Drafting:
@@ -227,10 +286,10 @@ class _Drafting:
     def call(self, event: Call, sort: Any, kind: int) -> None:
         first, part = self.boundary(), self._parts[kind]
         made = self._add(sort, kind)
-        self.steps.update([first + step for step in part.steps])
-        for memory, result in zip(event.results, part.results, strict=True):
-            if isinstance(result, tuple):
-                self.range_of[memory] = made[result[0]]
+        self.steps.update([first + step for step in part.form.steps])
+        for memory, result in zip(event.results, part.form.results, strict=True):
+            if result is not None:
+                self.range_of[memory] = made[result]
         self.boundary()
 
     def drop(self, event: Drop, *_: Any) -> None:
@@ -244,16 +303,15 @@ class _Drafting:
 
     def _add(self, sort: Any, kind: int) -> list[int]:
         """The ranges of the allocations of a part."""
-        first, part = len(self.kinds), self._parts[kind]
-        made = [self._adopted(a, first, kind, i) for i, a in enumerate(part.allocations)]
+        first, form = len(self.kinds), self._parts[kind].form
+        made = [self._adopted(*a, first, kind, i) for i, a in enumerate(form.allocations)]
         ranges: list[Any] = [self.range_of[memory] for memory, _ in sort.tensors] + made
         self.words += [
-            (first + node, byte, ranges[which], kind, i)
-            for i, (node, byte, which, _) in enumerate(part.words)
+            (first + node, byte, ranges[which], kind, i) for i, (node, byte, which) in enumerate(form.words)
         ]
-        if part.order is not None:
-            self._wait(part.order, first)
-        self.kinds += part.form.kinds
+        if form.order is not None:
+            self._wait(form.order, first)
+        self.kinds += form.kinds
         self.adding.append(kind)
         return made
 
@@ -269,12 +327,14 @@ class _Drafting:
         if order.links:
             self.forks.append((first, order))
 
-    def _adopted(self, allocation: GhostAllocation, first: int, kind: int, index: int) -> int:
+    def _adopted(
+        self, birth: int, death: int | None, library: int | None, first: int, kind: int, index: int
+    ) -> int:
         """The range of an allocation of a library call. A library keeps one workspace for all calls."""
-        if allocation.library and allocation.nbytes in self._workspaces:
-            return self._workspaces[allocation.nbytes]
-        death = first + allocation.death if allocation.death is not None else None
-        r = self._range(_Range(kind, index, first + allocation.birth, death, allocation.library))
-        if allocation.library:
-            self._workspaces[allocation.nbytes] = r
+        if library is not None and library in self._workspaces:
+            return self._workspaces[library]
+        death = first + death if death is not None else None
+        r = self._range(_Range(kind, index, first + birth, death, library is not None))
+        if library is not None:
+            self._workspaces[library] = r
         return r

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["HostOperand", "Layout", "Layouts", "Operand", "distinct"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor argument of a kernel.
 
     Args:
@@ -38,8 +37,7 @@ class HostOperand:
     tensor: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """All that operands have in common that kernels cannot tell apart but by their addresses.
 
     Args:
@@ -52,10 +50,6 @@ class Layout:
     dtype: Any
     offset: int
     into: int
-
-    def at(self, address: int) -> Operand:
-        """An operand in an allocation that begins here."""
-        return Operand(address + self.into, self.size, self.stride, self.dtype, self.offset)
 
 
 class Layouts:

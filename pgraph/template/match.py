@@ -147,7 +147,7 @@ def _same_structure(a: Recording, b: Recording) -> None:
 
 
 def _same_output(x: OutputSpec, y: OutputSpec) -> bool:
-    if any(getattr(x, name) != getattr(y, name) for name in OutputSpec.__slots__ if name != "constant"):
+    if any(getattr(x, name) != getattr(y, name) for name in OutputSpec._fields if name != "constant"):
         return False
     if x.unread:
         return True

@@ -13,7 +13,7 @@ import struct
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,12 +24,96 @@ from pgraph.template.recording import NodeRecord
 __all__ = ["kernel_names", "kernel_node"]
 
 # As the launcher reads the types of parameters: a character each, C's on 64-bit Linux.
-_FORMATS: Final = {c: f"={c}" for c in "bhiBHIfd"} | {"l": "=q", "K": "=Q"}
 _POINTER: Final = "O"
+_FORMATS: Final = {c: c for c in "bhiBHIfd"} | {"l": "q", "K": "Q", _POINTER: "Q"}
 _CONSTANT: Final = "-"
-_TOLD: Final = "pgraph_launched"  # a name in the globals of a probe
+_NUMBERS: Final = (int, float)
 
-_probes: weakref.WeakKeyDictionary[Any, types.FunctionType] = weakref.WeakKeyDictionary()
+
+class _Run(NamedTuple):
+    """Parameters that lie side by side.
+
+    Args:
+        offset: of the first of them.
+        form: of all of them.
+        first, end: which of the parameters.
+    """
+
+    offset: int
+    form: struct.Struct
+    first: int
+    end: int
+
+
+class _Kernel:
+    """What is known of a kernel, whatever it is launched with.
+
+    Attributes:
+        given: how many values the launcher is called with.
+        passed: which of them the kernel is given, and a character for the type of each.
+    """
+
+    def __init__(self, launcher: compat.Launcher) -> None:
+        self.name, self._nulls = launcher.name, launcher.nulls
+        self.given = launcher.others + len(launcher.kinds)
+        given = enumerate(launcher.kinds, launcher.others)
+        self.passed = [(i, kind) for i, kind in given if kind != _CONSTANT]
+        namespace = dict(launcher.launch.__globals__)
+        namespace.pop(launcher.launch.__name__, None)  # it would keep the launcher, and with it this object
+        self._told: list[tuple[Any, ...]] = []
+        told = self._told
+        namespace["runner"] = lambda *given: told.append(given)
+        self._probe = types.FunctionType(
+            launcher.launch.__code__,
+            namespace,
+            None,
+            launcher.launch.__defaults__,
+            launcher.launch.__closure__,
+        )
+        self._runs: dict[tuple[int, ...], list[_Run] | None] = {}
+
+    def launched(self, arguments: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
+        """The grid, and what else the launcher is called with: the parameters come last."""
+        self._told.clear()
+        self._probe(*arguments, stream=0)
+        x, y, z, _, *parameters = self._told.pop()
+        return (int(x), int(y), int(z)), parameters
+
+    def runs(self, offsets: tuple[int, ...]) -> list[_Run] | None:
+        """The parameters that the kernel is given, if all begin at these bytes; None if that cannot be."""
+        if offsets not in self._runs:
+            kinds = "".join([kind for _, kind in self.passed])
+            nulls = len(offsets) - len(kinds)
+            right = nulls >= 0 and self._nulls in (None, nulls) and _FORMATS.keys() >= set(kinds)
+            self._runs[offsets] = _runs(offsets, kinds) if right else None
+        return self._runs[offsets]
+
+
+def _runs(offsets: Sequence[int], kinds: str) -> list[_Run]:
+    found: list[_Run] = []
+    first = 0
+    for i, kind in enumerate(kinds):
+        form = "=" + "".join([_FORMATS[kind] for kind in kinds[first : i + 1]])
+        after = offsets[i] + struct.calcsize("=" + _FORMATS[kind])
+        if i + 1 == len(kinds) or offsets[i + 1] != after:
+            found.append(_Run(offsets[first], struct.Struct(form), first, i + 1))
+            first = i + 1
+    return found
+
+
+_kernels: weakref.WeakKeyDictionary[types.FunctionType, _Kernel] = weakref.WeakKeyDictionary()
+
+
+def _known(kernel: Any) -> _Kernel | None:
+    launch = compat.only_launcher(kernel)
+    if launch is None:
+        return None
+    found = _kernels.get(launch)
+    if found is None:
+        launcher = compat.launcher_of(kernel)
+        if launcher is not None:
+            found = _kernels[launch] = _Kernel(launcher)
+    return found
 
 
 def kernel_names(namespace: Mapping[str, Any]) -> list[str]:
@@ -41,60 +125,45 @@ def kernel_node(
     kernel: Any, sample: NodeRecord, arguments: Sequence[Any]
 ) -> tuple[NodeRecord, list[tuple[int, int]]] | None:
     """See `pgraph.drivers.interface.Driver.kernel_node`."""
-    launcher = compat.launcher_of(kernel)
-    if launcher is None or (sample.kind, sample.name) != ("kernel", launcher.name):
+    known = _known(kernel)
+    if known is None or (sample.kind, sample.name) != ("kernel", known.name):
         return None
     way, *rest = sample.header[-1]
     if way != "params":
         return None
-    grid, given = _launched(launcher.launch, arguments)
-    if len(given) != launcher.others + len(launcher.kinds) or min(grid) < 1 or max(grid) >= 1 << 31:
+    grid, given = known.launched(arguments)
+    if len(given) != known.given or min(grid) < 1 or max(grid) >= 1 << 31:
         return None
-    mine = zip(launcher.kinds, given[launcher.others :], strict=True)
-    passed = [(kind, value) for kind, value in mine if kind != _CONSTANT]
     (offsets,) = rest
-    nulls = offsets[len(passed) :]
-    if len(offsets) < len(passed) or launcher.nulls not in (None, len(nulls)):
+    runs = known.runs(offsets)
+    if runs is None:
         return None
-    if any(sample.params[offset : offset + 8].strip(b"\0") for offset in nulls):
-        return None  # scratch memory that the launcher allocates
+    for offset in offsets[len(known.passed) :]:
+        if sample.params[offset : offset + 8].strip(b"\0"):
+            return None  # scratch memory that the launcher allocates
     at = {id(value): i for i, value in enumerate(arguments)}
-    params, addresses = bytearray(sample.params), []
-    for offset, (kind, value) in zip(offsets, passed, strict=False):
-        if kind == _POINTER:
-            if isinstance(value, Operand):
-                addresses.append((offset, at[id(value)]))
-                address = value.address
-            elif isinstance(value, torch.Tensor):
-                address = value.data_ptr()
-            elif value is None:
-                address = 0
-            else:
+    values, addresses = [], []
+    for offset, (i, kind) in zip(offsets, known.passed, strict=False):
+        value = given[i]
+        if kind != _POINTER:
+            if not isinstance(value, _NUMBERS):
                 return None
-            struct.pack_into("=Q", params, offset, address)
-        elif kind in _FORMATS and isinstance(value, int | float):
-            struct.pack_into(_FORMATS[kind], params, offset, value)
+        elif isinstance(value, Operand):
+            addresses.append((offset, at[id(value)]))
+            value = value.address
+        elif isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        elif value is None:
+            value = 0
         else:
             return None
+        values.append(value)
+    params = bytearray(sample.params)
+    for run in runs:
+        run.form.pack_into(params, run.offset, *values[run.first : run.end])
     function, _, *others = sample.header
     header = (function, grid, *others)
-    # Not by `dataclasses.replace`, which takes longer than all else here.
     made = NodeRecord(
         sample.kind, sample.name, header, bytes(params), sample.structs, sample.kept, sample.layout
     )
     return made, addresses
-
-
-def _launched(launcher: types.FunctionType, arguments: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """The grid, and what else a launcher is called with: the parameters come last."""
-    probe = _probes.get(launcher)
-    if probe is None:
-        namespace = dict(launcher.__globals__)
-        namespace.pop(launcher.__name__, None)  # it would keep the launcher, and with it this entry
-        namespace["runner"] = lambda *given: namespace.update({_TOLD: given})
-        probe = _probes[launcher] = types.FunctionType(
-            launcher.__code__, namespace, None, launcher.__defaults__, launcher.__closure__
-        )
-    probe(*arguments, stream=0)
-    x, y, z, _, *parameters = probe.__globals__.pop(_TOLD)
-    return (int(x), int(y), int(z)), parameters

@@ -135,7 +135,6 @@ def kernel_node(
                 return None
             words += more
     kept = (fault.active().cluster(sample.name, words),)
-    # Not by `dataclasses.replace`, which takes longer than all else here.
     made = NodeRecord(
         sample.kind, sample.name, sample.header, packed(words), sample.structs, kept, sample.layout
     )
