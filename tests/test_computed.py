@@ -23,10 +23,13 @@ from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Run
+from pgraph.compute.sites import Sites
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostGraph, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.drivers.operands import Operand
+from pgraph.errors import MatchError
+from pgraph.reasons import Reason
 from pgraph.runtime import registry
 from pgraph.runtime.economy import Economy
 from pgraph.template.recording import NodeRecord
@@ -181,9 +184,9 @@ def of_our_own(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     real, found = sites._capture, list[tuple[int, int]]()
 
     def capture(*args: Any, **given: Any) -> Any:
-        whole, ends, counts = real(*args, **given)
-        found.append((sum("fill" in node.name for node in whole.nodes), len(ends)))
-        return whole, ends, counts
+        made = real(*args, **given)
+        found.append((sum("fill" in node.name for node in made.recording.nodes), len(made.calls)))
+        return made
 
     monkeypatch.setattr(sites, "_capture", capture)
     return found
@@ -204,6 +207,37 @@ def test_where_calls_fork_there_is_one_between_any_two(of_our_own: list[tuple[in
     first, *others = of_our_own
     assert first[0] == 2 < first[1]
     assert all(fills == calls + 1 for fills, calls in others)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_only_calls_that_were_not_proved_are_recorded_twice(
+    alone: bool, of_our_own: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of long lengths one product runs another kernel. If it cannot be told by itself, all are recorded."""
+    real, matched = HostSession._record, Sites._matched
+
+    def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
+        real(self, op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ == "mm" and args[0].size(1) > 10:
+            self._nodes[-1] = self._nodes[-1]._replace(name="mm_of_long_ones")
+
+    def refused(self: Sites, first: Any, *others: Any) -> Any:
+        if len(first.nodes) == 1:
+            raise MatchError(Reason("ambiguous-word", "so it is"))
+        return matched(self, first, *others)
+
+    monkeypatch.setattr(HostSession, "_record", record)
+    if not alone:
+        monkeypatch.setattr(Sites, "_matched", refused)
+    model = compiled()
+    call(model, WARM)
+    of_our_own.clear()
+    call(model, (17, 2, 30))
+    assert made() == (6, 3)
+    captured = [calls for _, calls in of_our_own]
+    whole = captured[0]
+    assert whole > 1
+    assert captured == [whole, 1, *([] if alone else [whole]), whole, whole], "30 runs what 17 did"
 
 
 @pytest.mark.usefixtures("products_fork", "products_begin_early")

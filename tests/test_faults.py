@@ -154,7 +154,7 @@ def test_random_numbers_go_on_as_without_pgraph(step: Any, kind: Any, then: str)
     same(draws(compiled), want)
 
 
-@pytest.mark.parametrize("step", ["match", "make_plan"])
+@pytest.mark.parametrize("step", ["match", "plan_of"])
 @pytest.mark.parametrize("error", [MemoryError, PlanError, KeyError])
 def test_failures_off_the_driver(step: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Matching and planning call no driver: no memory may pass, a contradiction does not."""

@@ -144,31 +144,51 @@ class Sites:
 
     def _recorded(self, calls: Sequence[LibraryCall]) -> list[Proved]:
         driver = self._driver
-        operands = [operand for call in calls for operand in call.operands]
-        aligned = [_alignment(operand.address) for operand in operands]
         with contextlib.ExitStack() as arenas:
-            one = arenas.enter_context(driver.arena(0))
-            capture = functools.partial(
-                _capture, driver, calls=calls, inputs=operands, aligned=aligned, spaced=self._spaced
-            )
-            first, ends, results = capture(one)
-            slices = _slices(first, calls, ends, results)
-            framework, constants = driver.framework_ranges(), _constants(calls)
+            first = _capture(driver, arenas.enter_context(driver.arena(0)), calls, self._spaced)
+            parts = _slices(first)
+            outside = _Outside(driver.framework_ranges(), driver.workspaces(), _constants(calls))
             known = [self._proofs.setdefault(call.event.kind, Proofs()) for call in calls]
-            proved = [
-                proofs.slots(part.recording, framework, constants)
-                for proofs, part in zip(known, slices, strict=True)
+            slots = [
+                proofs.slots(part.recording, outside.framework, outside.constants)
+                for proofs, part in zip(known, parts, strict=True)
             ]
-            certain = [slots for slots in proved if slots is not None]
-            if len(certain) < len(slices):
-                second, *_ = capture(arenas.enter_context(driver.arena(1)), like=first.ops)
-                workspaces = driver.workspaces()
-                slots = match(first, second, framework=framework, workspaces=workspaces, constants=constants)
-                certain = [part.own(slots) for part in slices]
-                for proofs, part, mine in zip(known, slices, certain, strict=True):
-                    proofs.add(part.recording, mine)
-                self._note_padding(first, second, slots)
-        return [(part.recording, mine) for part, mine in zip(slices, certain, strict=True)]
+            left = [i for i, certain in enumerate(slots) if certain is None]
+            if left:
+                again = functools.partial(self._again, arenas)
+                for i, found in zip(left, self._twice(again, first, parts, left, outside), strict=True):
+                    known[i].add(parts[i].recording, found)
+                    slots[i] = found
+        found_for = zip(parts, slots, strict=True)
+        return [(part.recording, certain) for part, certain in found_for if certain is not None]
+
+    def _again(self, arenas: contextlib.ExitStack, calls: Sequence[LibraryCall]) -> _Together:
+        arena = arenas.enter_context(self._driver.arena(1))
+        return _capture(self._driver, arena, calls, self._spaced, with_kept=False)
+
+    def _twice(
+        self,
+        again: Callable[[Sequence[LibraryCall]], _Together],
+        first: _Together,
+        parts: Sequence[_Slice],
+        left: Sequence[int],
+        outside: _Outside,
+    ) -> list[tuple[Slot, ...]]:
+        """The slots of the parts that are left, by a second capture: of these calls only, and each matched by
+        itself, unless that tells too little.
+        """
+        if len(left) < len(parts):
+            with contextlib.suppress(MatchError, NotComputableError, RunTogetherError):
+                others = _slices(again([first.calls[i] for i in left]))
+                pairs = zip(left, others, strict=True)
+                return [self._matched(parts[i].recording, other.recording, outside) for i, other in pairs]
+        whole = self._matched(first.recording, again(first.calls).recording, outside)
+        return [parts[i].own(whole) for i in left]
+
+    def _matched(self, first: Recording, second: Recording, outside: _Outside) -> tuple[Slot, ...]:
+        slots = match(first, second, **outside._asdict())
+        self._note_padding(first, second, slots)
+        return slots
 
     def _note_padding(self, first: Recording, second: Recording, slots: Sequence[Slot]) -> None:
         addresses: dict[int, set[int]] = {}
@@ -193,17 +213,36 @@ class _Place(NamedTuple):
     high: int
 
 
+class _Together(NamedTuple):
+    """Calls recorded together.
+
+    Args:
+        recording: of all of them.
+        calls: in order.
+        places: where each one is.
+        counts: of each one's results.
+    """
+
+    recording: Recording
+    calls: Sequence[LibraryCall]
+    places: Sequence[_Place]
+    counts: Sequence[int]
+
+
+class _Outside(NamedTuple):
+    """What lies outside of ghost memory, as `pgraph.template.match.match` takes it."""
+
+    framework: RangeMap | None
+    workspaces: frozenset[int]
+    constants: RangeMap
+
+
 def _capture(
-    driver: Driver,
-    arena: Arena,
-    *,
-    calls: Sequence[LibraryCall],
-    inputs: Sequence[Operand],
-    aligned: Sequence[int],
-    spaced: bool,
-    like: Sequence[Any] = (),
-) -> tuple[Recording, list[_Place], list[int]]:
-    """All calls in one recording; where each is; how many results each has."""
+    driver: Driver, arena: Arena, calls: Sequence[LibraryCall], spaced: bool, with_kept: bool = True
+) -> _Together:
+    """Record calls, with a kernel of our own between any two if `spaced`."""
+    operands = [operand for call in calls for operand in call.operands]
+    aligned = [_alignment(operand.address) for operand in operands]
     ends: list[_Place] = []
     counts: list[int] = []
     counters: list[Callable[[], int]] = []
@@ -225,10 +264,8 @@ def _capture(
         between.fill_(1.0)  # it waits for all nodes of the last call
         return results
 
-    found = record(
-        driver, arena, run, inputs, aligned, like=like, with_kept=not like, counting=counters.append
-    )
-    return found, ends, counts
+    found = record(driver, arena, run, operands, aligned, with_kept=with_kept, counting=counters.append)
+    return _Together(found, calls, ends, counts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,9 +298,8 @@ class _Slice:
             raise NotComputableError("a library call uses memory of another one") from None
 
 
-def _slices(
-    whole: Recording, calls: Sequence[LibraryCall], ends: Sequence[_Place], counts: Sequence[int]
-) -> list[_Slice]:
+def _slices(together: _Together) -> list[_Slice]:
+    whole, calls, ends, counts = together
     if any(whole.nodes[first - 1].kind != "kernel" for first, *_ in ends):
         raise RunTogetherError("a library call comes after no kernel")
     libraries = [i for i, a in enumerate(whole.allocations) if a.library]
@@ -311,7 +347,8 @@ def _slices(
             tuple(outputs),
             whole.ghost_range,
             None,
-            steps=tuple(step - first for step in steps),
+            frozenset(node - first for node in whole.builtin if first <= node < end),
+            tuple(step - first for step in steps),
         )
         found.append(_Slice(recording, regions, first, end))
     return found

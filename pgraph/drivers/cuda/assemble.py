@@ -134,23 +134,26 @@ def _added(graph: int, nodes: Sequence[NodeRecord], order: Topology) -> list[int
     for before, after in order.edges:
         if (before, after) not in odd:
             awaited[after].append(before)
-    handles: list[int] = []
     context, adders = int(check(cu.cuCtxGetCurrent())[0]), _adders()
-    handle = ctypes.c_void_p()
-    here = ctypes.byref(handle)
+    handles = (ctypes.c_uint64 * max(len(nodes), 1))()
+    first = ctypes.addressof(handles)
     for i, node in enumerate(nodes):
         view[params[i] : params[i] + len(node.params)] = node.params
-        waits = array.array("Q", [handles[before] for before in awaited[i]])
-        told: list[Any] = [here, graph, waits.buffer_info()[0], len(waits)]
+        which, here = awaited[i], first + 8 * i
+        told: list[Any] = [here, graph, None, len(which)]
+        if len(which) == 1:  # as most often
+            told[2] = first + 8 * which[0]
+        elif which:
+            waits = array.array("Q", [handles[before] for before in which])
+            told[2] = waits.buffer_info()[0]
         if node.kind != "empty":
             told.append(struct_of(view, node, base, params[i], structs[i]))
         if node.kind in ("memcpy", "memset"):
             told.append(context)
         succeeded(adders[node.kind](*told))
-        handles.append(int(handle.value or 0))
     if order.odd:
         add_odd(graph, [(handles[before], handles[after], how) for before, after, how in order.odd])
-    return handles
+    return handles[: len(nodes)]
 
 
 @functools.cache
