@@ -218,8 +218,8 @@ def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
     assert call.arguments[0] == Host(2)
     assert script.results[1] == Host(2)
     calls = [LibraryCall(call, (HostOperand(torch.rand(())), 0.5, True), 0) for _ in range(2)]
-    assert calls[0].key() == calls[1].key()
-    assert calls[0].key() != LibraryCall(call, (HostOperand(torch.rand(2)), 0.5, True), 0).key()
+    assert calls[0].key == calls[1].key
+    assert calls[0].key != LibraryCall(call, (HostOperand(torch.rand(2)), 0.5, True), 0).key
     assert len(calls[0].run([])) == 2
     with pytest.raises(NotComputableError, match="asks a tensor on the host for its item"):
         traced(_item, given, torch.device("meta"), kernels)

@@ -359,7 +359,7 @@ class Added:
         for node, told in self._nodes:
             has = zip(every, self.fresh[node.header[0]], strict=True)
             stays = tuple(told[i][: len(v)] if i in told else v for i, v in has)
-            found.append(dataclasses.replace(node, kept=(5, "params", (), stays)))
+            found.append(node._replace(kept=(5, "params", (), stays)))
         return tuple(found)
 
     def kernel(self, function: int, *wanted: tuple[int, bytes]) -> NodeRecord:
