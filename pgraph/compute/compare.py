@@ -86,11 +86,14 @@ def difference(
     for slot in slots:
         words.setdefault(slot.node, []).append(slot.offset)
     for i, (a, b) in enumerate(zip(computed.nodes, captured.nodes, strict=True)):
-        ignored = {*words.get(i, ()), *loose.get(kind_of(b), ())}
-        if i in captured.builtin:
-            ignored |= _left_over(a, b, host)
-        if (told := _of_nodes(a, b, words.get(i, []), ignored)) is not None:
+        addresses = words.get(i, [])
+        if (told := _of_nodes(a, b, addresses)) is not None:
             return f"node {i}: {told}"
+        rest = {at: pair for at, pair in _differing(a.params, b.params).items() if at not in addresses}
+        for offset in sorted(rest.keys() - loose.get(kind_of(b), set())) if rest else ():
+            if i not in captured.builtin or not _left_over(b, offset, *rest[offset], host):
+                x, y = rest[offset]
+                return f"node {i}: {a.name}: byte {offset} of the parameters is {x:#x}, captured {y:#x}"
     lives = [
         [(a.nbytes, *((None, None) if a.library else (a.birth, a.death))) for a in recording.allocations]
         for recording in (computed, captured)
@@ -152,32 +155,21 @@ def _same_result(a: OutputSpec, b: OutputSpec) -> bool:
     return same and a._replace(constant=None) == b._replace(constant=None)
 
 
-def _of_nodes(
-    a: NodeRecord,
-    b: NodeRecord,
-    addresses: Sequence[int],
-    ignored: AbstractSet[int],
-) -> str | None:
+def _of_nodes(a: NodeRecord, b: NodeRecord, addresses: Sequence[int]) -> str | None:
+    """In which two nodes differ, but for the words of their parameters."""
     if (a.kind, a.name, a.header, a.structs, a.layout) != (b.kind, b.name, b.header, b.structs, b.layout):
         return f"{a.kind} {a.name} {a.header}, captured {b.kind} {b.name} {b.header}"
     if len(a.params) != len(b.params):
         return f"{a.name}: {len(a.params)} bytes of parameters, captured {len(b.params)}"
-    for offset, (x, y) in _differing(a.params, b.params).items():
-        if offset not in ignored:
-            return f"{a.name}: byte {offset} of the parameters is {x:#x}, captured {y:#x}"
     kept = [_without(n.kept, addresses) if isinstance(n.kept, bytes) else n.kept for n in (a, b)]
     return f"{a.name}: what an exec keeps differs" if kept[0] != kept[1] else None
 
 
-def _left_over(a: NodeRecord, b: NodeRecord, host: HostMemory) -> set[int]:
-    """Bytes at which words of a built-in op's node begin that differ, and that no kernel reads: see
-    Note [Words that nobody set]."""
-    return {
-        offset
-        for offset, (x, y) in _differing(a.params, b.params).items()
-        if any(first <= offset < end for first, end in b.structs)
-        and (leaves_words_over(b.name) or x in host or y in host or _padded(x, y, host))
-    }
+def _left_over(b: NodeRecord, offset: int, x: int, y: int, host: HostMemory) -> bool:
+    """Whether no kernel reads a word of a built-in op's node: see Note [Words that nobody set]."""
+    return any(first <= offset < end for first, end in b.structs) and (
+        leaves_words_over(b.name) or x in host or y in host or _padded(x, y, host)
+    )
 
 
 def _padded(x: int, y: int, host: HostMemory) -> bool:
