@@ -24,7 +24,7 @@ from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, program_of
 from pgraph.native import libraries
 from pgraph.native.structs import ExecEntry, NodeEntry, RecipeEntry, SettingEntry, SlotEntry
-from pgraph.template.lifetimes import Lifetime
+from pgraph.template.lifetimes import Lifetime, Rows
 from pgraph.template.plan import make_plan
 from pgraph.template.recording import OutputSpec, TensorSpec
 from pgraph.template.template import Region, Slot, Template, node_facts
@@ -249,7 +249,8 @@ def made(device: FakeDevice, case: dict[str, Any], *, side: int = SIDE, **guards
     ]
     plan = make_plan(n, lifetimes, slack_bytes=case["slack"])
     nodes = tuple(node_facts("kernel", "k", 0) for _ in range(n))
-    template = Template(nodes, tuple(regions), tuple(slots), tuple(outputs), n_in, plan)
+    rows = Rows(Region, *zip(*regions, strict=True))
+    template = Template(nodes, rows, tuple(slots), tuple(outputs), n_in, plan)
     borders = [(chunk.first, chunk.last) for chunk in plan.chunks]
     shared = ExecSet(tuple(FakeExec(device, *ends) for ends in borders), template)
     recipes = tuple(FakeRecipe(e, slots, *ends) for e, ends in zip(shared.execs, borders, strict=True))

@@ -22,7 +22,7 @@ from pgraph.drivers.execs import Exec, ExecSet, Recipe, Shelf
 from pgraph.drivers.interface import Driver
 from pgraph.errors import MatchError, RecountError
 from pgraph.template.early import begun_early
-from pgraph.template.lifetimes import Lifetime, Lives, survives
+from pgraph.template.lifetimes import Lifetime, Lives, Rows, survives
 from pgraph.template.match import match
 from pgraph.template.plan import GRANULE, Plan, plan_of
 from pgraph.template.ranges import RangeMap
@@ -304,7 +304,7 @@ def _lent(driver: Driver, workspaces: dict[int, int]) -> int | None:
 
 def _plan(
     order: Topology,
-    regions: Sequence[Region],
+    regions: Rows[Region],
     slots: tuple[Slot, ...],
     mates: Sequence[tuple[int, int]],
     slack_bytes: int,
@@ -328,7 +328,7 @@ def _plan(
         held |= dict.fromkeys(group, 0)
         last = max(group, key=lambda i: (regions[i].death, i))
         held[last] = _covered((mates[i][1], regions[i].nbytes) for i in group)
-    nbytes = [regions[i].nbytes for i in lives.regions]
+    nbytes = list(map(regions.column("nbytes").__getitem__, lives.regions))
     if held:
         nbytes = [held.get(i, told) for i, told in zip(lives.regions, nbytes, strict=True)]
     known = shelf.borders if shelf is not None else ()

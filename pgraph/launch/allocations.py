@@ -130,7 +130,11 @@ def output_blocks(template: Template) -> tuple[Layouts, Types]:
         The layouts of those that can be allocated as the very tensor that is returned; and the type of each
         one's elements: that of the first result in it, so that this one is a plain view.
     """
-    plan, regions = template.plan, template.regions
+    plan, nbytes, tenants = (
+        template.plan,
+        template.regions.column("nbytes"),
+        template.plan.blocks.column("tenants"),
+    )
     direct: Layouts = {}
     dtypes: Types = {}
     for spec in template.outputs:
@@ -141,10 +145,10 @@ def output_blocks(template: Template) -> tuple[Layouts, Types]:
         assert layout is not None
         if block not in dtypes:
             dtypes[block] = layout.dtype
-        alone = offset == 0 and layout.offset == 0 and len(plan.blocks[block].tenants) == 1
+        alone = offset == 0 and layout.offset == 0 and len(tenants[block]) == 1
         if not alone or layout.conj or layout.neg or block in direct:
             continue
-        if _reached(layout.size, layout.stride) * layout.dtype.itemsize == regions[region].nbytes:
+        if _reached(layout.size, layout.stride) * layout.dtype.itemsize == nbytes[region]:
             direct[block] = layout
     return direct, dtypes
 

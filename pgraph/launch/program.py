@@ -161,7 +161,9 @@ def program_of(
         results[position] = Result(Source.BLOCK, piece, make=view, args=(layout, offset))
     # A failed launch gives its arguments back if no exec has run, so nothing may release them before.
     assert len(chunks) < 2 or all(chunk.recipe is not None for chunk in chunks), "a chunk without nodes"
-    lent = next(((r.index, r.nbytes) for r in template.regions if r.kind == "workspace"), None)
+    kinds, nbytes = template.regions.column("kind"), template.regions.column("nbytes")
+    workspace = kinds.index("workspace") if "workspace" in kinds else None
+    lent = (workspace, nbytes[workspace]) if workspace is not None else None
     n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
     return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)
 

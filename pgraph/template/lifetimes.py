@@ -5,15 +5,64 @@ from __future__ import annotations
 import array
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 from pgraph.errors import PlanError
 
-__all__ = ["GRANULE", "Lifetime", "Lives", "check", "survives"]
+__all__ = ["GRANULE", "Lifetime", "Lives", "Rows", "check", "survives"]
+
+T = TypeVar("T")
 
 GRANULE = 512
 """Bytes to which the caching allocator rounds every size; offsets are multiples of it."""
+
+
+class Rows(Sequence[T], Generic[T]):
+    """A tuple of rows, kept column by column: a row is made when it is asked for.
+
+    Python's garbage collector looks at each row that is kept, of each size, but at no tuple of numbers.
+
+    Args:
+        kind: makes a row, a named tuple.
+        columns: a sequence for each of its fields.
+    """
+
+    __slots__ = ("_columns", "_kind")
+
+    def __init__(self, kind: type[T], *columns: Sequence[Any]) -> None:
+        self._kind, self._columns = kind, columns
+
+    def column(self, name: str) -> Sequence[Any]:
+        """A field of each row."""
+        return self._columns[self._kind._fields.index(name)]  # type: ignore[attr-defined]  # a named tuple's
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
+        found = [column[at] for column in self._columns]
+        return tuple(map(self._kind, *found)) if isinstance(at, slice) else self._kind(*found)
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._kind, *self._columns)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Rows):
+            return self._columns == other._columns
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 def survives(n_nodes: int) -> int:

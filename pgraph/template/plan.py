@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pgraph.errors import PlanError
-from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, Rows, survives
 from pgraph.template.packing import Chain
 from pgraph.text import amount
 
@@ -88,7 +88,7 @@ class Plan:
     """
 
     chunks: tuple[Chunk, ...]
-    blocks: tuple[Block, ...]
+    blocks: Rows[Block]
     eager_peak: int
     peak: int
     inputs: int
@@ -167,7 +167,7 @@ def plan_of(
     if not slack_bytes >= 0:
         raise PlanError(f"slack_bytes is {slack_bytes}; pass a number >= 0")
     if lives.n_nodes == 0 and not nbytes:
-        return Plan((), (), 0, 0, 0, {})
+        return Plan((), Rows(Block, (), (), ()), 0, 0, 0, {})
     chain = Chain(lives, nbytes)
     eager = max(map(operator.add, chain.inputs, chain.alive))
     limit = eager + max(slack_bytes, eager // 100)
@@ -209,6 +209,6 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 held=packed.held,
             )
         )
-    blocks = tuple(map(Block, itertools.count(), sizes, map(tuple, tenants)))
+    blocks = Rows(Block, range(len(sizes)), tuple(sizes), tuple(map(tuple, tenants)))
     held = max([chunk.held for chunk in chunks])
     return Plan(tuple(chunks), blocks, eager, held, chain.inputs[0], where)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pgraph.template.lifetimes import Lives, survives
+from pgraph.template.lifetimes import Lives, Rows, survives
 from pgraph.template.plan import Plan
 from pgraph.template.recording import GhostAllocation, NodeKind, NodeRecord, OutputSpec, Recording
 from pgraph.text import amount
@@ -135,21 +135,18 @@ class Frame:
             birth, death = steps[step - 1] if step else 0, steps[step]
             regions.append(Region(index, "temp", regions[whole].nbytes, birth, death))
             self._wholes.append(whole)
-        self._regions, self._slots, self._told = tuple(regions), tuple(slots), tuple(slots)
+        columns = list(zip(*regions, strict=True)) or [()] * len(Region._fields)
+        self._index, self._kinds, _, self._births, self._deaths = columns
+        self._slots, self._told = tuple(slots), tuple(slots)
         self._slots = self._renamed(slots)
         self._nodes: tuple[NodeFacts, ...] = ()
         self._names: list[tuple[str, int]] = []
 
-    def regions(self, allocations: Sequence[GhostAllocation]) -> tuple[Region, ...]:
+    def regions(self, allocations: Sequence[GhostAllocation]) -> Rows[Region]:
         """All regions of a recording with these allocations."""
         nbytes = [allocation.nbytes for allocation in allocations]
         nbytes += [nbytes[whole] for whole in self._wholes]
-        found = [
-            old if old.nbytes == now else Region(old.index, old.kind, now, old.birth, old.death)
-            for old, now in zip(self._regions, nbytes, strict=True)
-        ]
-        self._regions = tuple(found)
-        return self._regions
+        return Rows(Region, self._index, self._kinds, tuple(nbytes), self._births, self._deaths)
 
     def slots(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """These slots of a recording, with the names of the further regions."""
@@ -181,7 +178,7 @@ class Template:
     """What is needed to launch a partition on any addresses, beside the parameters, which recipes have."""
 
     nodes: tuple[NodeFacts, ...]
-    regions: tuple[Region, ...]
+    regions: Rows[Region]
     slots: tuple[Slot, ...]
     outputs: tuple[OutputSpec, ...]
     n_inputs: int
@@ -209,7 +206,8 @@ class Template:
 
 def alike(template: Template, other: Template) -> Template:
     """The same template, made of another's slots and regions where these are equal: it takes less memory."""
-    slots, regions = borrowed(template.slots, other.slots), borrowed(template.regions, other.regions)
+    slots = borrowed(template.slots, other.slots)
+    regions = other.regions if template.regions == other.regions else template.regions
     return dataclasses.replace(template, slots=slots, regions=regions)
 
 
