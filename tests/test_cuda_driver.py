@@ -146,6 +146,7 @@ def test_memory_of_a_pool_of_the_programs_own_is_no_ghost(
     ]
     monkeypatch.setattr(allocator_log.snapshot, "log", lambda device, pool=None: log)
     monkeypatch.setattr(cuda.workspaces, "drop", lambda *given: dropped.append(given))
+    monkeypatch.setattr(cuda.workspaces, "kept", frozenset)
     session = object.__new__(sessions.CudaSession)
     session.arena, session._stream, session._shared_history = arena, SimpleNamespace(cuda_stream=7), True
     session._pools = SimpleNamespace(latest=(0, 7), renew=lambda: None)
