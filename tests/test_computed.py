@@ -240,6 +240,24 @@ def test_only_calls_that_were_not_proved_are_recorded_twice(
     assert captured == [whole, 1, *([] if alone else [whole]), whole, whole], "30 runs what 17 did"
 
 
+@pytest.mark.parametrize("checking", [False, True])
+def test_as_long_as_captures_are_compared_all_calls_are_recorded_twice(
+    checking: bool, of_our_own: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else padding that was the same in two captures is a difference in the third."""
+    real = HostSession._record
+
+    def record(self: Any, op: Any, args: Any, kwargs: Any, fresh: Any, positions: Any) -> None:
+        real(self, op, args, kwargs, fresh, positions)
+        if op.overloadpacket.__name__ == "mm" and args[0].size(1) in (5, 9, 17):
+            self._nodes[-1] = self._nodes[-1]._replace(name=f"mm_of_{args[0].size(1)}")
+
+    monkeypatch.setattr(HostSession, "_record", record)
+    call(compiled(compute_sizes="check" if checking else "on"), (*WARM, 17, 17))
+    # At 5, where the product with `w` alone is new, too; at 3, which is compared then; at 9 and 17.
+    assert [calls for _, calls in of_our_own] == [4, 4, 3, 3, 3, 3, 3 if checking else 1]
+
+
 @pytest.mark.usefixtures("products_fork", "products_begin_early")
 def test_what_begins_early_after_a_fork_is_captured() -> None:
     """That was never seen: each product is recorded after a single kernel."""

@@ -242,7 +242,7 @@ class Computer:
             return found
 
         def record() -> list[Proved | None]:
-            self._sites.record(missing)
+            self._sites.record(missing, whole=self._checking or self.learning)
             found = [self._sites.get(call) for call in missing]
             missing.clear()
             return found

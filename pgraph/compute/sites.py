@@ -114,9 +114,13 @@ class Sites:
             self._known.move_to_end(key)
         return found
 
-    def record(self, calls: Sequence[LibraryCall]) -> None:
+    def record(self, calls: Sequence[LibraryCall], whole: bool = False) -> None:
         """Record calls, all in one capture, or in two where the first is not proof enough
         (Note [Proved by another size] in `pgraph.template.proofs`).
+
+        Args:
+            whole: all are captured twice if one has to be. What is compared with captures needs it: where
+                padding lies is only seen in two captures, and not in any two.
 
         Raises:
             NotComputableError: one of them cannot be recorded by itself.
@@ -126,7 +130,7 @@ class Sites:
         recounts = 0
         while found is None:
             try:
-                found = self._recorded(list(wanted.values()))
+                found = self._recorded(list(wanted.values()), whole)
             except RunTogetherError as e:
                 if self._spaced:
                     raise NotComputableError(str(e)) from None
@@ -142,7 +146,7 @@ class Sites:
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
 
-    def _recorded(self, calls: Sequence[LibraryCall]) -> list[Proved]:
+    def _recorded(self, calls: Sequence[LibraryCall], whole: bool) -> list[Proved]:
         driver = self._driver
         with contextlib.ExitStack() as arenas:
             first = _capture(driver, arenas.enter_context(driver.arena(0)), calls, self._spaced)
@@ -154,6 +158,8 @@ class Sites:
                 for proofs, part in zip(known, parts, strict=True)
             ]
             left = [i for i, certain in enumerate(slots) if certain is None]
+            if left and whole:
+                left = list(range(len(parts)))
             if left:
                 again = functools.partial(self._again, arenas)
                 for i, found in zip(left, self._twice(again, first, parts, left, outside), strict=True):
