@@ -258,6 +258,16 @@ def test_as_long_as_captures_are_compared_all_calls_are_recorded_twice(
     assert [calls for _, calls in of_our_own] == [4, 4, 3, 3, 3, 3, 3 if checking else 1]
 
 
+def test_padding_that_was_the_same_in_two_captures_is_looked_at_again() -> None:
+    """A kernel's parameters hold what lay on the stack: 7 in captures of the code, 5 where products were
+    recorded by themselves, and 6 the next time."""
+    values = (7, 7, 7, 5, 5, 6, 6, *[7] * 40)
+    with inject(HostFaults(moving_words=values, padded=frozenset({"mm"}))):
+        call(compiled(), (*WARM, 17))
+    assert computer().reason is None
+    assert made() == (4, 1)
+
+
 @pytest.mark.usefixtures("products_fork", "products_begin_early")
 def test_what_begins_early_after_a_fork_is_captured() -> None:
     """That was never seen: each product is recorded after a single kernel."""

@@ -15,6 +15,9 @@ a struct of a built-in op's kernel:
 * the kernel is one of those that leave most of a table unfilled (`pgraph.template.kernel_names`): what lies
   there need not be an address. What a built-in op computes for a struct depends on nothing but what it is
   given, and that was the same. Its kernel, grid and pointers are compared like any others.
+
+Elsewhere a word is padding only where captures of one call showed it. Where two captures did not, and the
+comparison fails, calls are recorded once more, by themselves (`pgraph.compute.sites.Sites.again`).
 """
 
 from __future__ import annotations

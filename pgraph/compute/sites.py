@@ -104,6 +104,7 @@ class Sites:
         self._known: OrderedDict[Hashable, Proved] = OrderedDict()
         self._proofs: dict[int, Proofs] = {}
         self._spaced = False  # a kernel of our own between any two calls
+        self._before: dict[Hashable, Proved] = {}
         self.padding: dict[Hashable, set[int]] = {}
 
     def get(self, call: LibraryCall) -> Proved | None:
@@ -113,6 +114,13 @@ class Sites:
         if found is not None:
             self._known.move_to_end(key)
         return found
+
+    def again(self) -> None:
+        """Have each call recorded anew, in two captures, when it is asked for. What differs from one time to
+        the next, and is no address, is padding.
+        """
+        self._before, self._known = dict(self._known), OrderedDict()
+        self._proofs.clear()
 
     def record(self, calls: Sequence[LibraryCall], whole: bool = False) -> None:
         """Record calls, all in one capture, or in two where the first is not proof enough
@@ -143,6 +151,9 @@ class Sites:
                 raise NotComputableError(f"a library call cannot be recorded by itself: {e.reason}") from None
         for key, proved in zip(wanted, found, strict=True):
             self._known[key] = proved
+            old = self._before.pop(key, None)
+            if old is not None and list(map(kind_of, old[0].nodes)) == list(map(kind_of, proved[0].nodes)):
+                self._note_padding(old[0], proved[0], [*old[1], *proved[1]])
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
 
