@@ -23,7 +23,8 @@ from pgraph.launch.guards import Guards
 from pgraph.launch.program import Program
 from pgraph.runtime import registry
 from pgraph.template import match
-from pgraph.template.template import Slot, Template
+from pgraph.template.lifetimes import Rows
+from pgraph.template.template import Region, Slot, Template
 
 N = 16
 SIZE = 4 * N * N  # bytes of a matrix: more than the planner's granule, so that overflow is overflow
@@ -190,8 +191,9 @@ def test_hazard_2_hidden_pointers(cured: bool, monkeypatch: pytest.MonkeyPatch) 
             else r
             for r in template.regions
         )
-        plan = build._plan(a.order, regions, template.slots, shared, slack, shelf)
-        return dataclasses.replace(template, regions=regions, plan=plan)
+        rows = Rows(Region, *zip(*regions, strict=True))
+        plan = build._plan(a.order, rows, template.slots, shared, slack, shelf)
+        return dataclasses.replace(template, regions=rows, plan=plan)
 
     honest = build._template
     monkeypatch.setattr(host_driver.HostSession, "_kernel", kernel)
