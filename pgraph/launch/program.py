@@ -130,12 +130,13 @@ def program_of(
         gradients: positions of small gradients of parameters, which may share memory with one another.
     """
     template = built.template
+    all_blocks = tuple(template.plan.blocks)
     first = {template.plan.location(r)[0] for i in lasting if (r := template.outputs[i].region) is not None}
     direct, dtypes = output_blocks(template)
     results = [_result(built, spec, direct, dtypes) for spec in template.outputs]
     with_tensor = frozenset(r.index for r in results if r.source is Source.BLOCK)
     position_of, gradient_of = (_sharing_blocks(built, results, these) for these in (sharing, gradients))
-    sizes, alike = ({b: template.plan.blocks[b].nbytes for b in of} for of in (position_of, gradient_of))
+    sizes, alike = ({b: all_blocks[b].nbytes for b in of} for of in (position_of, gradient_of))
     peak, n_chunks = template.plan.peak, len(template.plan.chunks)
     room = max(slack_bytes, peak // 100)
     chosen, piece = smallest(sizes, room, n_chunks), piece_of(room, n_chunks, peak)
@@ -146,7 +147,7 @@ def program_of(
         blocks: Sequence[int] = chunk.allocate
         if not first.isdisjoint(blocks):
             blocks = sorted(blocks, key=lambda block: block not in first)
-        each = [allocation_of(template.plan.blocks[b], direct.get(b), dtypes, with_tensor) for b in blocks]
+        each = [allocation_of(all_blocks[b], direct.get(b), dtypes, with_tensor) for b in blocks]
         allocate, joined = in_pieces(each, frozenset(chunk.free), sizes, piece, alike)
         recipe, free = built.recipes[i] if chunk.last > chunk.first else None, chunk.free
         if joined:
@@ -164,7 +165,7 @@ def program_of(
     kinds, nbytes = template.regions.column("kind"), template.regions.column("nbytes")
     workspace = kinds.index("workspace") if "workspace" in kinds else None
     lent = (workspace, nbytes[workspace]) if workspace is not None else None
-    n_regions, n_blocks = len(template.regions), len(template.plan.blocks)
+    n_regions, n_blocks = len(template.regions), len(all_blocks)
     return Program(guards, tuple(chunks), tuple(results), tuple(shared), n_regions, n_blocks, lent, built)
 
 
