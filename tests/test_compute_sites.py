@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from pgraph.compute.sites import LibraryCall
+from pgraph.compute.sites import LibraryCall, Sites
+from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.operands import Operand, distinct
+from pgraph.template.recording import NodeRecord, Recording
+from pgraph.template.template import Slot
+from pgraph.template.topology import chain
 
 A = Operand(1 << 20, (4, 8), (8, 1), torch.float32, 0)
 B = Operand(1 << 21, (8, 4), (4, 1), torch.float32, 0)
@@ -44,6 +49,27 @@ USUAL = call(A, B, 1.0, True)
 )
 def test_whatever_a_library_may_look_at_tells_calls_apart(other: LibraryCall) -> None:
     assert other.key != USUAL.key
+
+
+@pytest.mark.parametrize("grid", [1, 2])
+def test_what_a_library_launches_otherwise_the_next_time_shows_no_padding(
+    grid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word that differs goes with the grid; with the same grid, nobody initialises it."""
+    made = [
+        Recording(
+            (NodeRecord("kernel", "k", header, struct.pack("=2Q", 1 << 20, word)),),
+            *(chain(1), (), 0, (), (0, 0), None),
+        )
+        for header, word in (((1,), 5), ((grid,), 6))
+    ]
+    monkeypatch.setattr(Sites, "_recorded", lambda *_: [(made.pop(0), (Slot(0, 0, 0, 0),))])
+    sites = Sites(HostDriver())
+    sites.record([USUAL])
+    sites.again()
+    assert sites.get(USUAL) is None
+    sites.record([USUAL])
+    assert list(sites.padding.values()) == ([{8}] if grid == 1 else [])
 
 
 def test_addresses_alone_do_not() -> None:

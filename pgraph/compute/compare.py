@@ -35,7 +35,7 @@ from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import Topology
 
-__all__ = ["ENOUGH", "Loose", "difference", "kind_of", "loose_words"]
+__all__ = ["ENOUGH", "Loose", "difference", "kind_of", "launches", "loose_words"]
 
 ENOUGH: Final = 3
 """Captures that must have come out as computed: two to see a number vary, and one to be sure."""
@@ -50,6 +50,11 @@ Loose = Mapping[Hashable, AbstractSet[int]]
 def kind_of(node: NodeRecord) -> Hashable:
     """What nodes have in common whose parameters are laid out alike."""
     return node.kind, node.name, node.layout, len(node.params)
+
+
+def launches(recording: Recording) -> list[Hashable]:
+    """What is launched, and how. A library that chose otherwise passes other numbers, too: no padding."""
+    return [(kind_of(node), node.header) for node in recording.nodes]
 
 
 def loose_words(first: NodeRecord, second: NodeRecord, addresses: AbstractSet[int]) -> set[int]:

@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.capture.record import record
-from pgraph.compute.compare import kind_of, loose_words
+from pgraph.compute.compare import kind_of, launches, loose_words
 from pgraph.compute.errors import NotComputableError, RunTogetherError
 from pgraph.compute.pieces import Proved
 from pgraph.compute.script import Call
@@ -152,7 +152,7 @@ class Sites:
         for key, proved in zip(wanted, found, strict=True):
             self._known[key] = proved
             old = self._before.pop(key, None)
-            if old is not None and list(map(kind_of, old[0].nodes)) == list(map(kind_of, proved[0].nodes)):
+            if old is not None and launches(old[0]) == launches(proved[0]):
                 self._note_padding(old[0], proved[0], [*old[1], *proved[1]])
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
@@ -389,7 +389,7 @@ def _likeness(value: Any) -> Hashable:
     """All of an argument that kernels may depend on."""
     if isinstance(value, Operand):
         address, *layout = value
-        return *layout, min(address & -address, ALIGNMENT)
+        return *layout, _alignment(address)
     if isinstance(value, HostOperand):
         return "host", tuple(value.tensor.size()), value.tensor.dtype
     if isinstance(value, torch.Tensor):  # a constant of the code
