@@ -179,6 +179,7 @@ class Script:
         runs: the launches among the events.
         returned: memory that results of calls come with.
         offsets: whether a library may ask where in its storage a tensor begins.
+        foreign: whether something is called that is neither PyTorch's nor Inductor's.
     """
 
     tape: Tape
@@ -195,6 +196,7 @@ class Script:
     runs: tuple[Run, ...] = dataclasses.field(init=False, repr=False, compare=False)
     returned: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
     offsets: bool = dataclasses.field(init=False, repr=False, compare=False)
+    foreign: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sorting = _Sorting()
@@ -207,6 +209,7 @@ class Script:
         object.__setattr__(self, "returned", tuple([memory for call in calls for memory in call.results]))
         functions = {call.kind: call.function for call in calls}
         object.__setattr__(self, "offsets", any(map(asks_for_offsets, functions.values())))
+        object.__setattr__(self, "foreign", any(map(is_foreign, functions.values())))
 
     def require(self, arguments: Sequence[Any]) -> None:
         """Make sure that these are arguments like those that the code was followed with.
@@ -227,15 +230,26 @@ class Script:
 def asks_for_offsets(function: Any) -> bool:
     """Whether what a function of a library does may depend on where in its storage a tensor begins.
 
-    PyTorch's own ops see a tensor's first element, but for a few. Of custom ops nobody knows.
+    PyTorch's own ops see a tensor's first element, but for a few.
+    """
+    name = op_name(function) if isinstance(function, OpOverload) else f"aten::{_name(function)}"
+    return is_foreign(function) or name in op_names.STORAGE_OFFSETS
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function is neither PyTorch's nor Inductor's: nobody knows what it does besides, such as to
+    keep a table for each size.
     """
     if isinstance(function, OpOverload):
-        return not is_builtin(function) or op_name(function) in op_names.STORAGE_OFFSETS
+        return not is_builtin(function)
     # What `extern_kernels` has are functions such as `torch.mm`, and Inductor's own around them.
-    name = getattr(function, "__name__", "")
-    own = isinstance(function, types.BuiltinFunctionType) and getattr(torch, name, None) is function
-    inductors = str(getattr(function, "__module__", "")).startswith("torch._inductor.")
-    return not (own or inductors) or f"aten::{name}" in op_names.STORAGE_OFFSETS
+    builtin = isinstance(function, types.BuiltinFunctionType)
+    own = builtin and getattr(torch, _name(function), None) is function
+    return not own and not str(getattr(function, "__module__", "")).startswith("torch._inductor.")
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", ""))
 
 
 class _Sorting:

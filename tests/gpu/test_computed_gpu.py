@@ -197,3 +197,37 @@ def test_computed_and_captured_are_the_same(name: str, train: bool) -> None:
     assert computers()
     compared = [c._compared for c in computers()]
     assert sum(compared) >= len(NEW) * (2 if train else 1), compared
+
+
+_tables: dict[int, Tensor] = {}
+
+
+@torch.library.custom_op("pgraph_computed_gpu::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """With a table for each length, made when it is first needed."""
+    n = x.size(0)
+    if n not in _tables:
+        _tables[n] = torch.arange(n, dtype=x.dtype, device=x.device).cos()
+    return x * _tables[n][:, None]
+
+
+@turned.register_fake
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_custom_op_that_keeps_a_table_for_each_size() -> None:
+    """Tables have memory, whoever calls the op next with a size: nothing is recorded before a run."""
+    weight = randn(64, 64)
+
+    def fn(x: Tensor) -> Tensor:
+        return (turned((x @ weight).relu()) @ weight).sin()
+
+    plain, compiled = torch.compile(fn, dynamic=True), compile_pgraph(fn, dynamic=True, step_aside=False)
+    for n in (24, 24, 40, 40, 96, 96, 33, 17, 33, 17, 257, 257):
+        x = randn(n, 64)
+        with torch.no_grad():
+            got = compiled(x)
+            assert_same(f"{n} rows", [got], [plain(x)], [fn(x)], exact=False)
+    assert pgraph.report().computed == 3, explain()
+    assert set(_tables) == {24, 40, 96, 33, 17, 257}
