@@ -16,7 +16,7 @@ from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, asks_for_offsets
+from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign
 from pgraph.compute.sites import LibraryCall
 from pgraph.drivers.operands import Operand
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
@@ -321,6 +321,20 @@ def test_who_asks_for_offsets() -> None:
         assert asks_for_offsets(function), function
     for function in torch.mm, extern_kernels.addmm, extern_kernels.bias_addmm, torch.ops.aten.mm.out:
         assert not asks_for_offsets(function), function
+
+
+def test_whose_functions_are_foreign() -> None:
+    """Custom ops, and functions of Python's that are not Inductor's own."""
+    for function in torch.ops.seedtest.relu.default, len, abs, test_who_asks_for_offsets:
+        assert is_foreign(function), function
+    for function in (
+        torch.mm,
+        torch.as_strided,
+        extern_kernels.addmm,
+        extern_kernels.bias_addmm,
+        torch.ops.aten.mm.out,
+    ):
+        assert not is_foreign(function), function
 
 
 def test_the_code_or_the_driver_asks_for_offsets(monkeypatch: pytest.MonkeyPatch) -> None:

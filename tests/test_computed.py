@@ -18,7 +18,6 @@ from support import Block, host, same
 from torch import Tensor
 
 import pgraph
-from pgraph.compiler import assemble
 from pgraph.compute import compare, sites
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
@@ -37,12 +36,6 @@ from pgraph.template.recording import NodeRecord
 from pgraph.template.topology import topology
 
 WARM = (3, 3, 5, 5, 9, 9)  # three captures, which are compared
-
-
-@pytest.fixture(autouse=True)
-def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program's own sizes teach, as they do where lessons fail (`test_lessons`)."""
-    monkeypatch.setattr(assemble, "made_up", lambda given: ())
 
 
 def work(x: Tensor, w: Tensor) -> Tensor:
@@ -481,6 +474,42 @@ def test_numbers_that_a_library_returns() -> None:
         same(results[:2], expected[:2], rtol=1e-4, atol=1e-5)
         assert results[2] == n
     assert (made(), computer().reason) == ((5, 2), None)
+
+
+_tables: dict[int, Tensor] = {}
+
+
+@torch.library.custom_op("pgraph_computed::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """With a table for each length, made when it is first needed."""
+    n = x.size(0)
+    if n not in _tables:
+        _tables[n] = torch.arange(n, dtype=x.dtype, device=x.device).cos()
+    return x * _tables[n][:, None]
+
+
+@turned.register_fake
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_custom_op_is_recorded_at_no_size_before_it_ran() -> None:
+    """It may keep what it makes at its first call with a size, here a table. In a capture that has no memory,
+    and whoever calls the op later would read it."""
+    _tables.clear()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return (turned(torch.relu(x @ w)) @ w).sin()  # type: ignore[no-any-return]
+
+    model = compiled(fn)
+    for n in WARM:
+        model(torch.randn(n, 8, dtype=W.dtype), W)
+    assert made() == (3, 0)
+    for n, computed in ((17, 0), (30, 0), (17, 1), (30, 2), (17, 2)):
+        model(torch.randn(n, 8, dtype=W.dtype), W)
+        assert made() == (3 + computed, computed)
+    assert set(_tables) == {3, 5, 9, 17, 30}
+    call(model, (3, 17, 30), fn)
 
 
 _library.define("halve(Tensor(a!) x) -> ()")

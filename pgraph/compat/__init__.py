@@ -42,7 +42,6 @@ from pgraph.compat.dynamo import (
     hearing_graph_breaks,
     is_compiled,
     marked_unbacked,
-    other_numbers,
     plain_symbol,
     symbol_sources,
     trace,
@@ -71,7 +70,7 @@ from pgraph.compat.inductor import (
     unwrap_mutations,
     wrong_settings,
 )
-from pgraph.compat.modes import UnwrappedMode, alone, forward_mode, intercepted, profiling, unwatched
+from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
 from pgraph.compat.settings import cudnn_settings, library_settings
 from pgraph.compat.tensors import (
     Strides,
@@ -103,7 +102,6 @@ __all__ = [
     "Strides",
     "Tracing",
     "UnwrappedMode",
-    "alone",
     "aot_autograd",
     "assert_size_stride",
     "base_of",
@@ -145,7 +143,6 @@ __all__ = [
     "memory_format",
     "module_with",
     "only_launcher",
-    "other_numbers",
     "output_strides",
     "own_output_strides",
     "packed_by_others",
@@ -174,7 +171,6 @@ __all__ = [
     "tracing",
     "unknown_settings",
     "untested",
-    "unwatched",
     "unwrap_mutations",
     "values_of",
     "weak_storage",

@@ -34,6 +34,7 @@ __all__ = [
         "Sort",
         "View",
         "asks_for_offsets",
+        "is_foreign",
     ),
 ]
 

@@ -217,7 +217,8 @@ def _like(x: Tensor) -> Tensor:
 
 
 def test_a_custom_op_that_keeps_a_table_for_each_size() -> None:
-    """Tables have memory, whoever calls the op next with a size: nothing is recorded before a run."""
+    """Tables have memory, whoever calls the op next with a size: nothing is recorded before a run. (After one
+    the op reads what is no argument of it, and is refused.)"""
     weight = randn(64, 64)
 
     def fn(x: Tensor) -> Tensor:
@@ -229,5 +230,4 @@ def test_a_custom_op_that_keeps_a_table_for_each_size() -> None:
         with torch.no_grad():
             got = compiled(x)
             assert_same(f"{n} rows", [got], [plain(x)], [fn(x)], exact=False)
-    assert pgraph.report().computed == 3, explain()
     assert set(_tables) == {24, 40, 96, 33, 17, 257}
