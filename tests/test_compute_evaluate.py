@@ -16,9 +16,9 @@ from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign
+from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign, result_types
 from pgraph.compute.sites import LibraryCall
-from pgraph.drivers.operands import Operand
+from pgraph.drivers.operands import HostOperand, Operand
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot
 from pgraph.template.topology import chain
@@ -220,6 +220,65 @@ def test_calls_that_are_missing_are_recorded_together() -> None:
     assert rounds == [[0], [1], [2], [3]], "nor of which type the first result is"
     with pytest.raises(NotComputableError, match="in ways that cannot be told"):
         evaluate(script, [9, torch.ones(9, 2)], [16], Tools(kernel_node, lambda event, arguments: None, {}))
+
+
+def test_types_that_pytorch_tells_beforehand() -> None:
+    """With them all calls are recorded together, however many depend on one another, the first time, too."""
+    lines = ["n, x = args", "a0 = torch.ops.aten.relu.default(x)"]
+    for i in range(20):
+        lines += [
+            f"assert_size_stride(a{i}, (n, 2), (2, 1))",
+            f"kernel.run(a{i}, stream=0)",  # as what a library returns is often used again, in place
+            f"a{i + 1} = torch.ops.aten.relu.default(a{i})",
+        ]
+    script = script_of("\n".join([*lines, "return (a20, )"]), 6, torch.ones(6, 2))
+    waiting: list[tuple[Call, Sequence[Any]]] = []
+    known: dict[int, Proved] = {}
+    rounds: list[int] = []
+
+    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+        if id(event) not in known:
+            waiting.append((event, arguments))
+        return known.get(id(event))
+
+    def record() -> list[Proved]:
+        rounds.append(len(waiting))
+        found = [known.setdefault(id(event), library(event, arguments)) for event, arguments in waiting]
+        waiting.clear()
+        return found
+
+    def evaluated(foretell: Any) -> Proved:
+        known.clear(), rounds.clear(), waiting.clear()
+        tools = Tools(kernel_node, site, {}, record=record, foretell=foretell)
+        return evaluate(script, [9, torch.ones(9, 2)], [16], tools)
+
+    evaluated(result_types)
+    assert rounds == [21]
+    with pytest.raises(NotComputableError, match="in ways that cannot be told"):
+        evaluated(lambda event, arguments: ())
+
+
+def test_types_of_results() -> None:
+    """Only where PyTorch tells them by itself, and nothing is allocated for it."""
+
+    def told(body: str, *arguments: Any, given: Sequence[Any] | None = None) -> list[Any]:
+        script = script_of(body, *arguments)
+        (call,) = [event for event in script.events if isinstance(event, Call)]
+        return result_types(call, given if given is not None else arguments)
+
+    x = Operand(1 << 40, (6, 2), (2, 1), torch.float16, 3)
+    a = torch.ones(6, 2)
+    assert told("return (torch.ops.aten.relu.default(args[0]), )", a, given=[x]) == [torch.float16]
+    two = "a = torch.ops.aten.topk.default(args[0], 1)\nreturn (a[0], a[1])"
+    assert told(two, a, given=[x, 1]) == [torch.float16, torch.int64]
+    custom = "return (torch.ops.seedtest.relu.default(args[0]), )"
+    assert told(custom, a, given=[x]) == [], "nobody knows what a custom op does"
+    assert told("return (torch.ops.aten.relu.default(args[0]), )", a, given=[HostOperand(a)]) == []
+    assert told("return (torch.ops.aten.mm.default(args[0], args[1]), )", a, a, given=[x, x]) == [], (
+        "it fails"
+    )
+    out = "extern_kernels.mm(args[0], args[1], out=args[2])\nreturn (args[2], )"
+    assert told(out, a, a, a, given=[x, x._replace(size=(2, 2)), x]) == [], "it makes nothing anew"
 
 
 def test_rounds_come_to_an_end() -> None:

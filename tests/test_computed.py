@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Block, host, same
-from torch import Tensor
+from torch import Tensor, nn
 
 import pgraph
 from pgraph.compute import compare, sites
@@ -440,6 +440,19 @@ def test_a_call_is_recorded_again_under_other_settings() -> None:
             torch.backends.cudnn.benchmark = False
         call(model, (18, 6, 7))
     assert computer().reason is None
+
+
+def test_many_calls_each_of_the_one_before() -> None:
+    """As in a network of convolutions: what one returns is changed in place, and given to the next."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv1d(2 + i, 3 + i, 3, padding=1), nn.ReLU()) for i in range(20)]
+    network = nn.Sequential(*layers).double().eval()
+    model = compiled(network)
+    with torch.no_grad():
+        for n in (*WARM, 17, 6):
+            x = torch.randn(n, 2, 4, dtype=W.dtype)
+            same(model(x), network(x), rtol=1e-6, atol=1e-8)
+    assert (made(), computer().reason) == ((5, 2), None)
 
 
 def test_a_call_that_is_given_one_tensor_twice() -> None:

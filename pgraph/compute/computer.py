@@ -20,7 +20,7 @@ from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.script import Call, Run, Script, result_types
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
@@ -264,5 +264,5 @@ class Computer:
 
         sample = None if alone else lambda event: self._alike.get(event.number)
         offsets = script.offsets or self._driver.tells_offsets
-        tools = Tools(node, site, self._types, sample, offsets, record)
+        tools = Tools(node, site, self._types, sample, offsets, record, result_types)
         return evaluate(script, inputs, alignments, tools, self._latest)

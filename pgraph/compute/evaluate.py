@@ -221,13 +221,24 @@ class _Evaluation:
         """The layouts of a call's results: as it is known, or as the generated code tells them."""
         event = self.script.events[kind.first]
         assert isinstance(event, Call)
+        types: Sequence[Any] | None = None
         for i, (memory, origin) in enumerate(zip(event.results, kind.results, strict=True)):
             found = part.results[i] if part is not None else None
             layout, dtype = self.script.layouts.get(memory), self.tools.types.get(memory)
             if found is not None and not isinstance(found, OutputSpec):
                 self.layout_of[origin] = found[1]
-            elif found is None and layout is not None and dtype is not None:
-                self.layout_of[origin] = self.whole(*layout, dtype)[1]
+            elif found is None and layout is not None:
+                if dtype is None:
+                    types = self.foretold(event, kind) if types is None else types
+                    dtype = types[i] if types else None
+                if dtype is not None:
+                    self.layout_of[origin] = self.whole(*layout, dtype)[1]
+
+    def foretold(self, event: Call, kind: Kind) -> Sequence[Any]:
+        """Types of a call's results, where none was ever seen."""
+        told = [layout for origin in kind.tensors if (layout := self.layout_of[origin]) is not None]
+        known = len(told) == len(kind.tensors)
+        return self.tools.foretell(event, self.given_to(kind, told)) if known else ()
 
     def result(self, spec: OutputSpec, n_inputs: int) -> tuple[int, int] | OutputSpec:
         if spec.region is None and spec.input is None:

@@ -68,6 +68,7 @@ class Tools:
         offsets: whether it matters where in its storage a tensor begins.
         record: records all calls that `site` was asked for in vain since the last time, and tells what it
             would give for each, in that order; None if that cannot be.
+        foretell: types of a call's results before it was ever recorded; none if they cannot be told.
     """
 
     node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
@@ -76,3 +77,4 @@ class Tools:
     sample: Callable[[Run], Hashable] | None = None
     offsets: bool = True
     record: Callable[[], Sequence[Proved | None]] | None = None
+    foretell: Callable[[Call, Sequence[Any]], Sequence[Any]] = lambda event, arguments: ()
