@@ -358,6 +358,28 @@ def test_what_is_compiled_at_each_call_is_told_before_the_limit() -> None:
     assert "Fix: hold the number in a tensor" in told
 
 
+def by_size(x: Tensor) -> Tensor:
+    if x.size(0) // 16 * x.size(1) < 40:
+        return x + 1
+    return x - 1 if x.size(0) * 3 > 200 else x * 2
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "fix"),
+    [
+        (False, "compile with dynamic=True, or pad to a few sizes"),
+        (None, "pad to sizes for which the code goes one way, or have it go one way for all of them"),
+    ],
+)
+def test_sizes_that_make_dynamo_compile_anew(dynamic: bool | None, fix: str) -> None:
+    """Where they already vary it is the code that tells them apart."""
+    model = host(by_size, dynamic=dynamic)
+    for n in (3, 20, 40, 100, 5, 7, 11):
+        model(torch.ones(n, n + 1))
+    (told,) = [line for line in str(pgraph.report()).splitlines() if "by_size: compiled" in line]
+    assert f"Fix: {fix}" in told
+
+
 def test_hooks_that_dynamo_says_nothing_of() -> None:
     """An explanation may be empty."""
     layer = nn.Linear(4, 4)

@@ -36,8 +36,12 @@ _GUARDS: Final[tuple[tuple[str, str], ...]] = (
         "call it in the same gradient mode, with inputs that need gradients in all calls or in none",
     ),
     (
-        r"(size|stride|rank) mismatch|\.size\(\)",
+        r"(size|stride|rank) mismatch",
         "compile with dynamic=True, or pad to a few sizes",
+    ),
+    (
+        r"\.size\(\)",
+        "pad to sizes for which the code goes one way, or have it go one way for all of them",
     ),
 )
 _LONGEST: Final = 160
