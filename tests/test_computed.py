@@ -18,6 +18,7 @@ from support import Block, host, same
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import compat
 from pgraph.compute import compare, sites
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
@@ -100,6 +101,71 @@ def test_nobody_is_warned_of_sizes_that_will_be_computed(caplog: pytest.LogCaptu
         call(compiled(compute_sizes="off"), (*WARM, 17))
     again = [r for r in caplog.records if "captured again" in r.getMessage()]
     assert [r.levelno for r in again][:2] == [logging.WARNING, logging.INFO]
+
+
+def test_kernels_that_are_tuned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captures showed of them holds no longer: sizes are captured until it is known again."""
+    real, wrong = HostDriver.kernel_node, [False]
+
+    def node(self: HostDriver, *given: Any) -> Any:
+        return None if wrong[0] else real(self, *given)
+
+    monkeypatch.setattr(HostDriver, "kernel_node", node)
+    model = compiled()
+    call(model, (*WARM, 17))
+    assert made() == (4, 1)
+    wrong[0] = True
+    call(model, (30,))
+    wrong[0] = False
+    assert computer().learning
+    assert made() == (4, 1)
+    call(model, (30, 40, 40, 2, 2))
+    assert made() == (7, 1)
+    call(model, (64, 17, 3))
+    assert (made(), computer().reason) == ((8, 2), None)
+
+
+def test_kernels_that_are_tuned_anew_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are sizes without a grid, too: it is learned anew a few times only."""
+    monkeypatch.setattr(computers, "_AGAIN", 1)
+    real, none = HostDriver.kernel_node, [1, 30]
+
+    def node(self: HostDriver, kernel: Any, sample: Any, arguments: Any) -> Any:
+        rows = [a.size[0] for a in arguments if isinstance(a, Operand) and a.size]
+        return None if not set(none).isdisjoint(rows) else real(self, kernel, sample, arguments)
+
+    monkeypatch.setattr(HostDriver, "kernel_node", node)
+    model = compiled()
+    call(model, (*WARM, 30, 40, 40, 41, 41, 42, 42, 30, 43))
+    assert made()[1] == 1
+    assert not computer().learning
+
+
+def test_a_kernel_that_awaits_tuning_is_run_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run measures it, which no capture survives. But one that is never run is not waited for for ever.
+    Nor is a size computed before: how it will be launched is not known."""
+    awaits = [True]
+    monkeypatch.setattr(compat, "awaits_tuning", lambda _: awaits[0])
+    model = compiled()
+    call(model, (3, 3, 3))
+    assert made() == (0, 0)
+    awaits[0] = False
+    call(model, (3,))
+    assert made() == (1, 0)
+    awaits[0] = True
+    call(model, (5, 5, 5, 5))
+    assert made() == (1, 0)
+    call(model, (5,))
+    assert made() == (2, 0), "put off three times"
+    awaits[0] = False
+    call(model, (9, 9, 17))
+    assert made() == (4, 1)
+    awaits[0] = True
+    call(model, (30,))
+    assert made() == (4, 1)
+    awaits[0] = False
+    call(model, (30, 40))
+    assert made() == (6, 3)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import struct
 import types
 import weakref
@@ -51,6 +52,13 @@ class Autotuner:
         scope: dict[str, Any] = {"runner": self.kernel.run, "XBLOCK": 256}
         exec(source, scope)
         self.launchers = [scope["launcher"]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """All kernels of these tests are launched as one function."""
+    triton._codes.clear()
+    triton._functions.clear()
 
 
 OFFSETS = (0, 8, 16, 24, 32, 40)  # three pointers, a long, an int, and the scratch that nobody uses
@@ -144,11 +152,19 @@ SIGNATURE = {"in_ptr0": "*fp32", "out_ptr0": "*i64", "ks0": "i64", "xnumel": "i3
 PLACES = (0, 8, 16, 24, 32)  # two pointers, a long, an int, and one for scratch
 
 
+class Binary:
+    """As `CompiledKernel`."""
+
+    name = Compiled.name
+
+    def __init__(self, signature: Any) -> None:
+        self.src = types.SimpleNamespace(signature=signature)
+
+
 def by_triton(signature: Any = SIGNATURE, source: str = TRITONS) -> Any:
     """As `CachingAutotuner` with a kernel that Triton's own launcher launches."""
     kernel = Autotuner(source, arg_tys=None)
-    src = types.SimpleNamespace(signature=signature)
-    scope = {"function": 1, "metadata": (), "bin": types.SimpleNamespace(name=Compiled.name, src=src)}
+    scope = {"function": 1, "metadata": (), "bin": Binary(signature)}
     kernel.launchers[0].__globals__.update(scope)
     return kernel
 
@@ -210,9 +226,66 @@ def test_inductors_launchers_are_read() -> None:
         {"runner": owner.run}, defined, ["grid_0", "grid_1", "grid_2", "stream", *defined]
     )
     found = compat.launcher_of(types.SimpleNamespace(launchers=[launcher]))
-    assert found == compat.Launcher("k", launcher, "Oi", 2)
+    assert found == compat.Launcher("k", launcher, "Oi", 2, owner)
     grid, parameters = triton._Kernel(found).launched([operand(64), 1000])
     assert (grid, parameters) == ((16, 1, 1), [operand(64), 1000])
+
+
+def tuned(blocks: int) -> tuple[Autotuner, NodeRecord]:
+    """A kernel that was tuned to blocks of so many elements, and a node that was captured of it."""
+    kernel = Autotuner(SOURCE.replace("XBLOCK", str(blocks)))
+    header = (FUNCTION + blocks, (1, 1, 1), BLOCK, SHARED, CONTEXT, ("params", OFFSETS))
+    return kernel, node((5, 256), 1, header=header)
+
+
+def test_a_kernel_that_was_tuned_anew() -> None:
+    """Another function is launched since, of other blocks: its grid is not for the one that was captured.
+    With that one captured, too, each has its own; and with the first one back it is as before."""
+    kernel, small = tuned(128)
+    other, large = tuned(256)
+    found = triton.kernel_node(kernel, small, ARGUMENTS)
+    assert found is not None
+    assert found[0].header[:2] == (FUNCTION + 128, (8, 1, 1))
+    before, kernel.launchers = kernel.launchers, other.launchers
+    assert triton.kernel_node(kernel, small, ARGUMENTS) is None
+    found = triton.kernel_node(kernel, large, ARGUMENTS)
+    assert found is not None
+    assert found[0].header[:2] == (FUNCTION + 256, (4, 1, 1))
+    assert triton.kernel_node(kernel, small, ARGUMENTS) is None
+    kernel.launchers = before
+    assert triton.kernel_node(kernel, large, ARGUMENTS) is None
+    assert triton.kernel_node(kernel, small, ARGUMENTS) is not None
+
+
+def test_launchers_that_are_made_again() -> None:
+    """Of the same code: it may be another function of Python's that computes the same grid."""
+    kernel, small = tuned(128)
+    first = triton.kernel_node(kernel, small, ARGUMENTS)
+    scope: dict[str, Any] = {"runner": kernel.kernel.run}
+    exec(SOURCE.replace("XBLOCK", "128"), scope)
+    kernel.launchers = [scope["launcher"]]
+    assert triton.kernel_node(kernel, small, ARGUMENTS) == first
+
+
+def test_a_handle_that_is_another_functions_since() -> None:
+    """A module was unloaded, and its function's handle given to another one."""
+    kernel, small = tuned(128)
+    assert triton.kernel_node(kernel, small, ARGUMENTS) is not None
+    del kernel
+    gc.collect()
+    other, _ = tuned(256)
+    assert triton.kernel_node(other, small, ARGUMENTS) is not None
+
+
+def test_which_kernels_await_tuning() -> None:
+    """Seen in the sources of 2.11, 2.13 and 2.15: `run` measures where there are several launchers."""
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    kernel = object.__new__(heuristics.CachingAutotuner)
+    for launchers, awaits in (([], False), ([len], False), ([len, abs], True)):
+        kernel.launchers = launchers
+        assert compat.awaits_tuning({"kernel": kernel, "torch": torch, "others": [len, abs]}) is awaits
+    source = inspect.getsource(heuristics.CachingAutotuner.run)
+    assert "if len(self.launchers) > 1:" in source
 
 
 def test_launchers_are_not_kept() -> None:

@@ -90,7 +90,7 @@ from pgraph.compat.tensors import (
     tensor_shims,
     weak_storage,
 )
-from pgraph.compat.triton import Launcher, is_triton_kernel, launcher_of, only_launcher
+from pgraph.compat.triton import Launcher, awaits_tuning, is_triton_kernel, launcher_of, only_launcher
 from pgraph.compat.versions import untested
 
 __all__ = [
@@ -104,6 +104,7 @@ __all__ = [
     "UnwrappedMode",
     "aot_autograd",
     "assert_size_stride",
+    "awaits_tuning",
     "base_of",
     "boxed",
     "boxed_module",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Launcher", "is_triton_kernel", "launcher_of", "only_launcher"]
+__all__ = ["Launcher", "awaits_tuning", "is_triton_kernel", "launcher_of", "only_launcher"]
 
 _AUTOTUNER = "torch._inductor.runtime.triton_heuristics"
 _OTHERS = 5  # the function, the kernel's metadata, the launch's, a hook before and one behind
@@ -37,6 +37,13 @@ def is_triton_kernel(value: Any) -> bool:
     return module is not None and type(value) is module.CachingAutotuner
 
 
+def awaits_tuning(namespace: Mapping[str, Any]) -> bool:
+    """Whether there is a kernel among the globals of a generated module whose next run measures which of its
+    launchers is the fastest; in the sources of 2.11, 2.13 and 2.15.
+    """
+    return any(len(value.launchers) > 1 for value in namespace.values() if is_triton_kernel(value))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launcher:
     """How a compiled Triton kernel is launched.
@@ -48,12 +55,15 @@ class Launcher:
             kernel is not given.
         nulls: null pointers that follow the parameters; None: as many as the kernel has places left.
         others: how many there are.
+        code: what it was compiled to. Inductor compiles a kernel for several sizes of blocks, and goes on
+            with the fastest.
     """
 
     name: str
     launch: types.FunctionType
     kinds: str
     nulls: int | None
+    code: Any
     others: int = 0
 
 
@@ -79,7 +89,7 @@ def launcher_of(kernel: Any) -> Launcher | None:
     kinds = getattr(owner, "arg_tys", None)
     if isinstance(kinds, str):
         scratch = (getattr(owner, name, False) for name in ("has_global_scratch", "has_profile_scratch"))
-        return Launcher(str(getattr(owner, "name", "")), launch, kinds, sum(map(bool, scratch)))
+        return Launcher(str(getattr(owner, "name", "")), launch, kinds, sum(map(bool, scratch)), owner)
     binary = names.get("bin")
     signature = getattr(getattr(binary, "src", None), "signature", None)
     if not isinstance(signature, dict):
@@ -87,7 +97,8 @@ def launcher_of(kernel: Any) -> Launcher | None:
     named = [_kind(type_name) for type_name in signature.values()]
     if None in named:
         return None
-    return Launcher(str(getattr(binary, "name", "")), launch, "".join(filter(None, named)), None, _OTHERS)
+    kinds = "".join(filter(None, named))
+    return Launcher(str(getattr(binary, "name", "")), launch, kinds, None, binary, _OTHERS)
 
 
 def _kind(type_name: Any) -> str | None:

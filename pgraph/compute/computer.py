@@ -15,7 +15,7 @@ from typing import Any, Final
 from pgraph import compat
 from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import ENOUGH, difference
-from pgraph.compute.errors import NotComputableError
+from pgraph.compute.errors import LaunchedOtherwiseError, NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept
 from pgraph.compute.host_memory import mapped
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _PATIENCE: Final = 8
 """Attempts in a row that come to nothing, after which there is none any more. A size may be tried twice: at
 its first call, and before it is captured."""
+
+_AGAIN: Final = 3
+"""Times that it is learned anew how kernels are launched."""
 
 _DIFFERENT: Final = 4
 """Samples of one kernel that others are compared with."""
@@ -69,7 +72,7 @@ class Computer:
         self._firsts: dict[str, list[int]] = {}  # these, by the names of kernels
         self._seen: list[set[int]] = []  # for each number among the arguments: values that were compared
         self._aligned: set[tuple[int, ...]] = set()
-        self._compared = self._captures = self._failures = 0
+        self._compared = self._captures = self._failures = self._again = 0
         self._threads: set[int] = set()  # that have captured: library handles belong to threads
         self._sites = Sites(driver)
         self._settings: dict[Hashable, int] = {}  # each has a number
@@ -111,6 +114,9 @@ class Computer:
             found = self._evaluated(script, inputs, alignments, self._node)
         except Exception as e:  # whatever it was: a capture does without
             self._failed(e)
+            if isinstance(e, LaunchedOtherwiseError) and self._hopeless is None and self._again < _AGAIN:
+                self._again += 1
+                self._forget()  # kernels may have been tuned anew
             return None
         self._failures, self.latest = 0, None
         return found
@@ -201,6 +207,14 @@ class Computer:
         self._latest = Latest()
         self._sites = Sites(self._driver)
 
+    def _forget(self) -> None:
+        """What captures showed holds no longer: learn from the next ones. The code does what it did."""
+        for known in (self._samples, self._alike, self._firsts, self._aligned):
+            known.clear()
+        self._seen = [set() for _ in self._seen]
+        self._compared = self._captures = 0
+        self._latest = Latest()
+
     def _compared_enough(self, inputs: Sequence[Any], alignments: Sequence[int]) -> bool:
         if self._compared < ENOUGH or self._script is None or tuple(alignments) not in self._aligned:
             return False
@@ -211,7 +225,7 @@ class Computer:
         sample = self._samples.get(event.number)
         made = self._driver.kernel_node(event.kernel, sample, arguments) if sample is not None else None
         if made is None:
-            raise NotComputableError(f"{event.name} is launched in a way that cannot be computed")
+            raise LaunchedOtherwiseError(f"{event.name} is launched in a way that cannot be computed")
         return made
 
     def _first_like(self, event: Run, arguments: Sequence[Any], made: NodeRecord) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["NotComputableError", "RunTogetherError"]
+__all__ = ["LaunchedOtherwiseError", "NotComputableError", "RunTogetherError"]
 
 
 class NotComputableError(Exception):
     """The text says what is in the way."""
+
+
+class LaunchedOtherwiseError(NotComputableError):
+    """A generated kernel is not launched as it was when it was captured, or that cannot be told."""
 
 
 class RunTogetherError(Exception):

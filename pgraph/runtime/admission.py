@@ -113,6 +113,7 @@ class Admission:
             checking = options.compute_sizes == "check"
             self._computer = cache.shelf.computer = Computer(driver, code.run, checking=checking)
         self._refusals = self._failures = 0
+        self._untuned = 0  # captures that were put off
         self._given_up: set[tuple[int, ...]] = set()  # sizes that are never captured
         self._pending: tuple[Specialization, Reason, Dispatch | None] | None = None
 
@@ -167,7 +168,7 @@ class Admission:
                 self._wait(not_worth)
             elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))
-            elif due or early:
+            elif (due or early) and self._tuned():
                 made = self._capture if due else self._compute
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, made, specialization, args)
@@ -179,6 +180,18 @@ class Admission:
             if specialization.state is State.REFUSED:
                 self._give_up(args)
         return specialization
+
+    def _tuned(self) -> bool:
+        """Whether no kernel is measured when it is run next, which no capture survives, nor tells how it will
+        be launched: else one run more, but not for ever (Note [Kernels tuned anew] in
+        `pgraph.drivers.cuda.triton`).
+        """
+        if not any(map(compat.awaits_tuning, self.code.namespaces)):
+            self._untuned = 0
+        elif self._untuned < _ATTEMPTS:
+            self._untuned += 1
+            return False
+        return True
 
     def _wait(self, made: Callable[[], Reason]) -> None:
         """Calls like this one run uncaptured for now, and maybe for ever: say why, once.

@@ -5,6 +5,14 @@ launcher with the kernel's parameters in order. That very function is run, with 
 
 The launcher is Inductor's static one or Triton's own. The latter is given values for constants, too, which
 the kernel is compiled for; its signature tells them.
+
+Note [Kernels tuned anew]
+Inductor compiles a kernel for several sizes of blocks, and keeps the launcher of the fastest. Whoever
+compiles a kernel of the same source later in the process, such as another model or another backend, gets the
+same object, and all of its launchers are made again: the next run measures anew, and on a busy machine
+another one wins. A node has the function that was captured, so the grid of the new launcher is not for it:
+half of the blocks would not be launched. Therefore each function is noted with the code whose launcher
+launched it, and where they do not belong together no node is made: the size is captured.
 """
 
 from __future__ import annotations
@@ -49,12 +57,13 @@ class _Kernel:
     """What is known of a kernel, whatever it is launched with.
 
     Attributes:
+        code: what its launcher launches.
         given: how many values the launcher is called with.
         passed: which of them the kernel is given, and a character for the type of each.
     """
 
     def __init__(self, launcher: compat.Launcher) -> None:
-        self.name, self._nulls = launcher.name, launcher.nulls
+        self.name, self.code, self._nulls = launcher.name, launcher.code, launcher.nulls
         self.given = launcher.others + len(launcher.kinds)
         given = enumerate(launcher.kinds, launcher.others)
         self.passed = [(i, kind) for i, kind in given if kind != _CONSTANT]
@@ -102,6 +111,15 @@ def _runs(offsets: Sequence[int], kinds: str) -> list[_Run]:
 
 
 _kernels: weakref.WeakKeyDictionary[types.FunctionType, _Kernel] = weakref.WeakKeyDictionary()
+_codes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # by function
+_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the other way round
+
+
+def _belong_together(function: Any, code: Any) -> bool:
+    """Whether a captured function is what this code is launched as (Note [Kernels tuned anew]). The first
+    time that is taken for granted: the capture was just made.
+    """
+    return _codes.setdefault(function, code) is code and _functions.setdefault(code, function) == function
 
 
 def _known(kernel: Any) -> _Kernel | None:
@@ -129,7 +147,7 @@ def kernel_node(
     if known is None or (sample.kind, sample.name) != ("kernel", known.name):
         return None
     way, *rest = sample.header[-1]
-    if way != "params":
+    if way != "params" or not _belong_together(sample.header[0], known.code):
         return None
     grid, given = known.launched(arguments)
     if len(given) != known.given or min(grid) < 1 or max(grid) >= 1 << 31:
