@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -272,6 +274,35 @@ def test_intercepted() -> None:
         seen.append(compat.intercepted())
     look(torch.ones(2))
     assert seen == [False, True, True, True, False]
+
+
+def test_who_looks_on_at_a_first_call() -> None:
+    """AOTAutograd alone, at a forward's first call. Its mode can be left, transforms cannot."""
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((compat.intercepted(), compat.alone()))
+        with compat.unwatched():
+            seen.append((compat.intercepted(), compat.alone()))
+        return x * 2
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        return make_boxed_func(lambda x: (look(x),))
+
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x: x * 2, backend=aot_autograd(fw_compiler=compiler))
+    fn(torch.ones(2))
+    assert seen == [(True, True), (False, True)]
+    seen.clear()
+    fn(torch.ones(2))
+    assert seen == [(False, True)] * 2
+    seen.clear()
+    torch.func.vmap(look)(torch.ones(2))
+    assert seen == [(True, False)] * 2
+    seen.clear()
+    with TorchDispatchMode():
+        seen.append((compat.intercepted(), compat.alone()))
+    assert seen == [(True, False)]
 
 
 def test_hearing_calls() -> None:

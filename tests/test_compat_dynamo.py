@@ -149,6 +149,73 @@ def test_where_a_symbol_comes_from() -> None:
     assert set(compat.symbol_sources(nonzero_rows()).values()) == {None}
 
 
+def numbers_of(gm: torch.fx.GraphModule) -> list[Any]:
+    """The symbolic numbers among the inputs of a graph that Dynamo has traced, and their trace's guards."""
+    values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    return [n for x in values for n in ([*x.size(), *x.stride()] if isinstance(x, Tensor) else [x])]
+
+
+def test_other_numbers_that_a_trace_allows() -> None:
+    """All of its guards hold, and a symbol that may vary does."""
+
+    def told(gm: torch.fx.GraphModule) -> Any:
+        numbers = numbers_of(gm)
+        found = compat.other_numbers(numbers, 3)
+        sizes = [n for n in numbers if isinstance(n, torch.SymInt)]
+        rows = [[compat.evaluate(n, values) for n in sizes] for values in found]
+        return [int(n) for n in sizes], rows
+
+    def picky(x: Tensor, y: Tensor) -> Tensor:
+        if x.size(0) % 4 or x.size(0) > 40 or x.size(1) < 3:
+            return x
+        return x.view(-1, 4).sum() + y[: x.size(0)].sum()
+
+    (found,) = heard_by(picky, torch.ones(32, 6), torch.ones(50), look=told, dynamic=True)
+    hints, (first, *others) = found
+    assert first == hints
+    assert len(others) == 3
+    by_size = dict(zip(hints, zip(*others, strict=True), strict=True))
+    assert {n % 4 for n in by_size[32]} == {0}
+    assert max(by_size[32]) <= 40
+    assert all(len({n, *made}) == 4 for n, made in by_size.items()), "each differs from all others"
+    assert all(y >= x for x, y in zip(by_size[32], by_size[50], strict=True))
+
+
+def test_other_numbers_of_sizes_that_are_equal() -> None:
+    """Their symbols are one, whatever guards call them."""
+
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def told(gm: torch.fx.GraphModule) -> list[dict[str, int]]:
+        return compat.other_numbers(numbers_of(gm), 2)
+
+    compiled: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(told(gm))
+        return gm
+
+    fn = torch.compile(added, backend=backend, dynamic=True)
+    fn(torch.ones(2, 300), torch.ones(300))
+    fn(torch.ones(6, 9), torch.ones(6, 9))
+    assert [len(found) for found in compiled] == [3, 3]
+
+
+def test_no_other_numbers() -> None:
+    """None where the data tell a number, or where nothing is symbolic; a number that guards pin is alone."""
+    assert compat.other_numbers([nonzero_rows()], 2) == []
+    assert compat.other_numbers([3, None, 4.0], 2) == []
+
+    def only(x: Tensor) -> Tensor:
+        return x if x.size(0) == 12 or x.size(0) < 12 or x.size(0) > 13 else x + 1
+
+    (found,) = heard_by(
+        only, torch.ones(13), look=lambda gm: compat.other_numbers(numbers_of(gm), 2), dynamic=True
+    )
+    assert len(found) <= 1
+
+
 def test_what_sizes_made_of_some_values_are() -> None:
     def values(gm: torch.fx.GraphModule) -> list[Any]:
         (x,) = (node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder") if node.users)

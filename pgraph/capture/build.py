@@ -31,7 +31,7 @@ from pgraph.template.sharing import sharing_key
 from pgraph.template.template import Frame, Region, Slot, Template, alike
 from pgraph.template.topology import Topology
 
-__all__ = ["Built", "build"]
+__all__ = ["Built", "build", "teach"]
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,38 @@ def build(
         how = "computed" if built.computed else "captured"
         log.debug("%s in %.1f ms\n%s", how, built.seconds * 1e3, built.template.render())
     return built
+
+
+def teach(
+    driver: Driver,
+    fn: Callable[[list[Any]], Sequence[Any]],
+    stand_ins: Sequence[Any],
+    given: Sequence[Any],
+    alignments: Sequence[int],
+    *,
+    shelf: Shelf,
+    namespaces: Sequence[dict[str, Any]] = (),
+    constants: Sequence[torch.Tensor] = (),
+) -> None:
+    """Capture `fn` for what its computer learns by it; nothing is made launchable.
+
+    Args:
+        stand_ins: arguments as `Computing.learn` takes them.
+        given: these as `pgraph.capture.record.record` takes them.
+        alignments: see there, and `build` for all else.
+
+    Raises:
+        CaptureError, MatchError, DriverError: with the reason; nothing has run or changed.
+    """
+    assert shelf.computer is not None, "there is somebody who learns"
+    with driver.capture_lock(), uncollected():
+        call = functools.partial(
+            record, driver, fn=fn, inputs=given, alignments=alignments, namespaces=namespaces
+        )
+        with contextlib.ExitStack() as arenas:
+            lasting = RangeMap([_storage(t) for t in constants])
+            first, _, slots = _recorded(driver, call, arenas, shelf, lasting)
+        shelf.computer.learn(first, slots, stand_ins, alignments)
 
 
 def _recorded(

@@ -42,6 +42,7 @@ from pgraph.compat.dynamo import (
     hearing_graph_breaks,
     is_compiled,
     marked_unbacked,
+    other_numbers,
     plain_symbol,
     symbol_sources,
     trace,
@@ -70,7 +71,7 @@ from pgraph.compat.inductor import (
     unwrap_mutations,
     wrong_settings,
 )
-from pgraph.compat.modes import UnwrappedMode, forward_mode, intercepted, profiling
+from pgraph.compat.modes import UnwrappedMode, alone, forward_mode, intercepted, profiling, unwatched
 from pgraph.compat.settings import cudnn_settings, library_settings
 from pgraph.compat.tensors import (
     Strides,
@@ -102,6 +103,7 @@ __all__ = [
     "Strides",
     "Tracing",
     "UnwrappedMode",
+    "alone",
     "aot_autograd",
     "assert_size_stride",
     "awaits_tuning",
@@ -144,6 +146,7 @@ __all__ = [
     "memory_format",
     "module_with",
     "only_launcher",
+    "other_numbers",
     "output_strides",
     "own_output_strides",
     "packed_by_others",
@@ -172,6 +175,7 @@ __all__ = [
     "tracing",
     "unknown_settings",
     "untested",
+    "unwatched",
     "unwrap_mutations",
     "values_of",
     "weak_storage",

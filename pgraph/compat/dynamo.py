@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "hearing_graph_breaks",
     "is_compiled",
     "marked_unbacked",
+    "other_numbers",
     "plain_symbol",
     "symbol_sources",
     "trace",
@@ -105,6 +107,56 @@ def evaluate(size: torch.SymInt, numbers: Mapping[str, int]) -> int | None:
     expression = size.node.expr
     known = {symbol: numbers.get(str(symbol)) for symbol in expression.free_symbols}
     return None if None in known.values() else int(expression.subs(known))
+
+
+_TRIED = 64  # sets of numbers
+_STEPS = (-1, -8, 0, -3, -16, 8, -32, 16, 1, 32, -64, 64, -128, 128)
+"""From a number to others, odd ones and such that have its divisors. 0 stands for its half."""
+
+
+def other_numbers(values: Sequence[Any], count: int) -> list[dict[str, int]]:
+    """Numbers for the symbols in traced values, by name: those of the trace, then up to `count` others, for
+    which all holds that the trace has assumed of its symbols. No symbol has a number twice, if it may have
+    others. Nothing if the data tell one of the symbols; 2.11, 2.13, 2.15.
+
+    Args:
+        values: symbolic numbers, and others, which count for nothing.
+    """
+    traced = [value for value in values if isinstance(value, torch.SymInt)]
+    symbols = sorted({symbol for size in traced for symbol in size.node.expr.free_symbols}, key=str)
+    if not symbols:
+        return []
+    env: Any = traced[0].node.shape_env
+    known = dict(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
+    if not known.keys() >= set(symbols):
+        return []
+    found = [{symbol: int(known[symbol]) for symbol in symbols}]
+    varying = [symbol for symbol in symbols if not env.var_to_range[symbol].is_singleton()]
+    chosen = random.Random(0)
+    for _ in range(_TRIED if varying else 0):
+        moved = {symbol: _moved(found[0][symbol], chosen.choice(_STEPS)) for symbol in varying}
+        if any(moved[symbol] == other[symbol] for symbol in varying for other in found):
+            continue
+        if _allowed(env, symbols, known | moved):
+            found.append(found[0] | moved)
+        if len(found) > count:
+            break
+    return [{str(symbol): number for symbol, number in numbers.items()} for numbers in found]
+
+
+def _moved(number: int, step: int) -> int:
+    return number + step if step else number // 2
+
+
+def _allowed(env: Any, symbols: Sequence[Any], numbers: Mapping[Any, int]) -> bool:
+    """Whether guards that concern these symbols certainly hold."""
+    if not all(numbers[symbol] in env.var_to_range[symbol] for symbol in symbols):
+        return False
+    replaced = {symbol: other.subs(numbers) for symbol, other in env.replacements.items()}
+    assumed = [guard.expr for guard in env.guards if not guard.expr.free_symbols.isdisjoint(symbols)]
+    with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # such sizes cannot be
+        return all(expression.subs({**numbers, **replaced}) == True for expression in assumed)  # noqa: E712
+    return False
 
 
 _COMBINATIONS = 4096

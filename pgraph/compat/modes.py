@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
 import torch.autograd.profiler as _profiler
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["UnwrappedMode", "forward_mode", "intercepted", "profiling"]
+__all__ = ["UnwrappedMode", "alone", "forward_mode", "intercepted", "profiling", "unwatched"]
 
 
 class UnwrappedMode(TorchDispatchMode):
@@ -39,6 +42,20 @@ def forward_mode() -> bool:
 def intercepted() -> bool:
     """Whether this thread's ops go to somebody else first: dispatch modes, vmap and its like; 2.11, 2.13."""
     return _dispatch_modes() > 0 or _transforms() is not None
+
+
+_first_call: type | None = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
+
+
+def alone() -> bool:
+    """Whether nobody looks on but AOTAutograd, as it does at a forward's first call; 2.11, 2.13, 2.15."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return _transforms() is None and all(type(mode) is _first_call for mode in modes)
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """For the block, this thread's ops go to no dispatch mode; 2.11, 2.13, 2.15."""
+    return _python_dispatch._disable_current_modes()
 
 
 def profiling() -> bool:

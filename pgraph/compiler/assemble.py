@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.fx import GraphModule
 from pgraph import compat
 from pgraph.compiler.borders import Borders
 from pgraph.compiler.context import Context, Memory
+from pgraph.compute.stand_ins import made_up
 from pgraph.launch.guards import Trait, lazy_bits, lazy_bits_and_type, storage_facts
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
@@ -22,6 +24,7 @@ from pgraph.partition.extract import SplitPlan, twin
 from pgraph.partition.facts import PartitionFacts
 from pgraph.rewrites.numbers import short_cut, stay_inside
 from pgraph.runtime.graph_runner import GraphRunner
+from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import dimensions
@@ -93,15 +96,16 @@ def assemble(
     numbers_stay = stay_inside(gm)
     with borders.reported():
         for call, partition, mine in zip(split.calls, facts, _memory_of(split, memory), strict=True):
-            source = None
+            source, given = None, tuple(borders.inputs(call))
             if keep_sources and _may_be_split(context, partition):
-                given = tuple(borders.inputs(call))
                 # A twin, since a compiler changes the module.
                 source = SplitSource(twin(call.module), given, mine, first, compat.tracing(given))
+            start = time.perf_counter()
             code = borders.compile(call, context.compile_partition, mine)
+            seconds = time.perf_counter() - start
             if numbers_stay and not partition.safe and context.driver is not None:
                 code = short_cut(call.module, code, context.driver.device) or code
-            runners.append(_runner(context, call.module, code, partition, mine))
+            runners.append(_runner(context, call.module, code, partition, mine, given, seconds))
             sources.append(source)
             first += partition.device_ops
     run = runners[0] if borders.whole else GraphRunner(split, runners)
@@ -143,11 +147,19 @@ def _memory_of(split: SplitPlan, memory: Memory) -> Iterator[Memory]:
 
 
 def _runner(
-    context: Context, module: GraphModule, code: Boxed, facts: PartitionFacts, memory: Memory
+    context: Context,
+    module: GraphModule,
+    code: Boxed,
+    facts: PartitionFacts,
+    memory: Memory,
+    given: Sequence[Any],
+    compile_s: float,
 ) -> Runner:
     if not facts.safe:
         return UncapturedPartition(facts, code)
     assert context.driver is not None, "only graphs on a device are assembled"
+    varying = dimensions(module)
+    learns = bool(varying) and context.options.compute_sizes == "on" and context.by_inductor
     return PartitionRunner(
         facts,
         code,
@@ -160,8 +172,9 @@ def _runner(
         kept=memory.kept,
         lasting=memory.lasting,
         joint=context.joint,
-        dimensions=dimensions(module),
+        dimensions=varying,
         watched=_watched(context, module, memory.gradients),
+        lessons=Lessons(made_up(given), compile_s) if learns else None,
     )
 
 

@@ -121,6 +121,27 @@ class Computer:
         self._failures, self.latest = 0, None
         return found
 
+    def begin(self, inputs: Sequence[Any]) -> bool:
+        """Follow the code, at a call of the program's; else that is done when there are two captures.
+
+        Returns:
+            Whether there is anything to learn from sizes that have never run.
+        """
+        if self._checking or self._hopeless is not None or self._captures:
+            return False
+        try:
+            return not self._follow(inputs).foreign
+        except Exception as e:
+            self._failed(e)
+            return False
+
+    def _follow(self, inputs: Sequence[Any]) -> Script:
+        if self._script is None:
+            assert self._code is not None
+            self._script = traced(self._code, inputs, self._driver.device, self._driver.kernel_names)
+            self._seen = [set() for _ in self._script.tape.arguments]
+        return self._script
+
     def learn(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
     ) -> None:
@@ -131,7 +152,7 @@ class Computer:
         copied = min(alignments, default=_ALIGNED) < _ALIGNED
         if self._hopeless is not None or done or copied:
             return
-        if self._captures == 1:
+        if self._captures == 1 and self._script is None:
             self._first = kept(recording, slots, inputs, alignments, self._driver.device)
             return
         first, self._first = self._first, None
@@ -155,10 +176,7 @@ class Computer:
     def _compare(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
     ) -> None:
-        if self._script is None:
-            assert self._code is not None
-            self._script = traced(self._code, inputs, self._driver.device, self._driver.kernel_names)
-            self._seen = [set() for _ in self._script.tape.arguments]
+        script = self._follow(inputs)
 
         def node(position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
             if position < len(recording.nodes):
@@ -171,7 +189,7 @@ class Computer:
         # Each launch is compared with its own sample; later what is served.
         alone = self._compared < ENOUGH
         for attempt in range(2):
-            computed = self._evaluated(self._script, inputs, alignments, node, alone=alone)
+            computed = self._evaluated(script, inputs, alignments, node, alone=alone)
             told = self._difference(computed, recording, slots)
             if told is None:
                 break
@@ -187,7 +205,7 @@ class Computer:
             self._give_up(f"a computed recording is not the captured one: {told}")
             return
         self._compared += 1
-        for source, seen in zip(self._script.tape.arguments, self._seen, strict=True):
+        for source, seen in zip(script.tape.arguments, self._seen, strict=True):
             seen.add(source.of(inputs))
         self._aligned.add(tuple(alignments))
 

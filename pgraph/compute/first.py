@@ -9,10 +9,11 @@ from typing import Any, Final
 import torch
 
 from pgraph import compat
+from pgraph.compute.errors import NotComputableError
 from pgraph.template.recording import Recording
 from pgraph.template.template import Slot
 
-__all__ = ["First", "kept"]
+__all__ = ["First", "kept", "stand_in", "without_memory"]
 
 _FEW: Final = 16
 """Elements of a tensor on the host that is kept as it is: a seed."""
@@ -43,20 +44,29 @@ def kept(
     device: torch.device,
 ) -> First | None:
     """The capture as it can be kept; None if something of its arguments cannot be told without them."""
-    found: list[Any] = []
-    for value in inputs:
-        if not isinstance(value, torch.Tensor):
-            found.append(value)
-        elif value.device == device and not value.is_conj() and not value.is_neg():
-            found.append(_without_memory(value))
-        elif value.device != device and value.numel() <= _FEW:
-            found.append(value)
-        else:
-            return None
+    try:
+        found = tuple(stand_in(value, device) for value in inputs)
+    except NotComputableError:
+        return None
     bare = dataclasses.replace(recording, graph=None)
-    return First(bare, tuple(slots), tuple(found), tuple(alignments), compat.library_settings())
+    return First(bare, tuple(slots), found, tuple(alignments), compat.library_settings())
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return empty.as_strided(tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+def stand_in(value: Any, device: torch.device) -> Any:
+    """What tells as much of an argument, without memory of the device.
+
+    Raises:
+        NotComputableError: there is none.
+    """
+    if not isinstance(value, torch.Tensor) or (value.device != device and value.numel() <= _FEW):
+        return value
+    if value.device != device or value.is_conj() or value.is_neg():
+        raise NotComputableError("an argument cannot be told without its memory")
+    return without_memory(value.dtype, value.size(), value.stride(), int(value.storage_offset()))
+
+
+def without_memory(
+    dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor with this layout, in elements, and no memory."""
+    return torch.empty(0, dtype=dtype, device="meta").as_strided(tuple(size), tuple(stride), offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from pgraph import compat
-from pgraph.capture.build import build
+from pgraph.capture.build import build, teach
 from pgraph.capture.failures import may_pass
 from pgraph.compute.computer import Computer
 from pgraph.drivers.interface import Driver
@@ -24,6 +25,7 @@ from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
 from pgraph.runtime.glimpses import Glimpse
+from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed, Resplitting
 from pgraph.runtime.sizes import Sizes
@@ -87,6 +89,7 @@ class Admission:
         cache: the partition's specializations.
         sizes: of the partition.
         stats: of the partition.
+        lessons: to be given at the first call.
 
     Attributes:
         piece: the way back to the graph that it was compiled from, until it is captured or refused.
@@ -100,6 +103,7 @@ class Admission:
         cache: SpecializationCache,
         sizes: Sizes,
         stats: PartitionStats,
+        lessons: Lessons | None = None,
     ) -> None:
         self.code = code
         self.piece: Resplitting | None = None
@@ -109,6 +113,7 @@ class Admission:
         self._sizes = sizes
         self._stats = stats
         self._computer: Computer | None = None
+        self._lessons = lessons
         if sizes.dimensions and options.compute_sizes != "off":
             checking = options.compute_sizes == "check"
             self._computer = cache.shelf.computer = Computer(driver, code.run, checking=checking)
@@ -160,6 +165,8 @@ class Admission:
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
+            if self._lessons is not None and not self._prepare(self._lessons, specialization, args):
+                self._lessons = None
             due = capture and specialization.due(self._options.warmup)
             new = capture and specialization.state is State.NOT_RUN
             computed = (due or new) and self._computes(specialization, args, early=not due)
@@ -192,6 +199,21 @@ class Admission:
             self._untuned += 1
             return False
         return True
+
+    def _prepare(self, lessons: Lessons, specialization: Specialization, args: Sequence[Any]) -> bool:
+        computer, alignments = self._computer, specialization.guards.alignments
+        return computer is not None and lessons.prepare(args, alignments, self._driver, computer)
+
+    def ran(self) -> None:
+        """The partition's own code has run. Called without the lock."""
+        if self._lessons is None or not self._lessons.due:
+            return
+        with self._cache.lock:
+            lessons, self._lessons, code = self._lessons, None, self.code
+            call = functools.partial(teach, self._driver, code.run, shelf=self._cache.shelf)
+            if lessons is not None and not self._driver.is_capturing():
+                given = functools.partial(call, namespaces=code.namespaces, constants=code.constants)
+                lessons.give(self._stats, given, self._computer)
 
     def _wait(self, made: Callable[[], Reason]) -> None:
         """Calls like this one run uncaptured for now, and maybe for ever: say why, once.
@@ -280,9 +302,6 @@ class Admission:
                 self.refuse(specialization, unexpected(e))
         else:
             self._failures = 0
-            if self.piece is not None:
-                self.piece.captured()
-                self.piece = None
             self._made(specialization, args, program, start)
 
     def _made(
@@ -293,6 +312,9 @@ class Admission:
         except BaseException:  # Ctrl-C, most likely: half of it may be done
             self._cache.clear()
             raise
+        if self.piece is not None:
+            self.piece.captured()
+            self.piece = None
         computer, built = self._computer, program.built
         seconds, first = time.perf_counter() - start, not specialization.standing.runs
         self._cache.economy.captured(seconds, built.computed, first=first)

@@ -96,8 +96,7 @@ _REST_RAN: Final = 0.02
 _REST_MOST_S: Final = 1.0
 """But never longer than this."""
 
-_WINDOW: Final = 64.0  # calls that were looked at over which the share of new sizes is averaged
-_FEW: Final = 8.0  # the latest of them
+_WINDOW, _FEW = 64.0, 8.0  # calls that were looked at, over which the share of new sizes is averaged
 _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _LOOKS_NEW: Final = 24  # so many, where hardly any size came again: of 32 sizes some seven would have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
@@ -141,7 +140,7 @@ class Economy:
         self.sizes = self._made = self._again = self._calls = self._looks = 0
         self._counted = self._looked = 0  # launches and looks when that was told
         self.rests_until = float("-inf")
-        self.few = False
+        self.few = self._learning = False
 
     def met(self, calls: int, now: float) -> None:
         """A size came for the first time.
@@ -232,6 +231,7 @@ class Economy:
             learning: how recordings are computed is learned from such a capture.
         """
         self._passed(calls, now)
+        self._learning = learning
         if not self._own:
             return False  # what it saves, not before a size came twice
         cost, saves = self._cost(computed), self._saves
@@ -261,7 +261,7 @@ class Economy:
         if not self._own:
             return new and not computing
         self._passed(calls, now)
-        cost = self._cost(computing)
+        self._learning, cost = learning, self._cost(computing)
         if self._computing_pays() or self._starts(now, cost, learning or computing):
             return False
         wait = self._wait(now, cost)
@@ -301,7 +301,7 @@ class Economy:
     def _all(self, sizes: float, computing: bool) -> float:
         """Seconds that it costs to capture so many sizes, but for those that are."""
         further = max(sizes - self._made, 0.0)
-        lessons = min(further, max(ENOUGH - self._made, 0)) if computing else 0.0
+        lessons = min(further, max(ENOUGH - self._made, 0)) if self._learning else 0.0
         return lessons * self._cost(False) + (further - lessons) * self._cost(computing)
 
     def _worth(self, runs: int, calls: int, cost: float, computed: bool, learning: bool) -> bool:

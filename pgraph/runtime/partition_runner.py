@@ -33,6 +33,7 @@ from pgraph.runtime.admission import Admission, Chosen, Code
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.failures import LaunchFailure, launch_failed
+from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.profiler import in_range
 from pgraph.runtime.protocols import Boxed
 from pgraph.runtime.sizes import Dimension, Sizes
@@ -60,6 +61,7 @@ class PartitionRunner:
         saved, kept, lasting, joint: see `pgraph.runtime.admission.Code`.
         dimensions: sizes that may vary from call to call.
         watched: argument positions of which more must stay as captured than layout and alignment.
+        lessons: see `pgraph.runtime.admission.Admission`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class PartitionRunner:
         joint: compat.Joint | None = None,
         dimensions: tuple[Dimension, ...] = (),
         watched: Mapping[int, Trait] = MappingProxyType({}),
+        lessons: Lessons | None = None,
     ) -> None:
         self.name = facts.name
         self._label = facts.label
@@ -93,7 +96,7 @@ class PartitionRunner:
         sizes = Sizes(facts.name, dimensions, options.capture_sizes, options.max_captures)
         self._cache = SpecializationCache(driver, options, watched, sizes, self.stats)
         code = Code(plain, namespaces, constants, static, saved, kept, lasting, joint)
-        self.admission = Admission(code, driver, options, self._cache, sizes, self.stats)
+        self.admission = Admission(code, driver, options, self._cache, sizes, self.stats, lessons)
         registry.register(self)
 
     @property
@@ -232,6 +235,7 @@ class PartitionRunner:
         self.stats.uncaptured_runs += 1
         if specialization is not None:
             self._cache.ran(specialization, trial.clock() - start, passed)
+            self.admission.ran()
         return result
 
     def _short_of_memory(self, error: Exception) -> None:

@@ -1,0 +1,107 @@
+"""A partition's lessons: at its first call it is captured at sizes that are made up.
+
+Note [Lessons]
+Recordings of new sizes are computed once three captures came out as computed (Note [Computed recordings]).
+Made of a program's own sizes, these cost its first steps as much as some hundred launches save, and a program
+that meets a few hundred sizes may never earn them. Yet a capture runs nothing and uses no memory, so any
+sizes will do for which the code was compiled. So it is captured at the sizes of the first call and at two
+others, right after that call. That is part of the compilation, beside which it is short, and no more than a
+share of its time is spent on it. Nothing is launched that came of it: sizes that come are recorded anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from pgraph import compat
+from pgraph.compute.computer import Computer
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.stand_ins import ArgumentSizes, operands
+from pgraph.drivers.interface import Driver
+from pgraph.runtime.statistics import PartitionStats
+from pgraph.text import amount
+
+__all__ = ["Lessons", "Teach"]
+
+log = logging.getLogger(__name__)
+
+Teach = Callable[[Sequence[Any], Sequence[Any], Sequence[int]], None]
+"""(stand-ins, these as a capture takes them, alignments); see `pgraph.capture.build.teach`."""
+
+_SHARE: Final = 0.05
+"""Of the time that it took to compile a partition."""
+
+_LEAST_S: Final = 0.5
+"""Seconds that lessons may take however soon it was compiled: code may come from a cache."""
+
+
+class Lessons:
+    """Of one partition. Called with its lock held, but for `due`, which is read without it.
+
+    Args:
+        sizes: as they were traced, then others.
+        compile_s: seconds that it took to compile the partition.
+
+    Attributes:
+        due: they can be given once the call is over.
+    """
+
+    def __init__(self, sizes: Sequence[ArgumentSizes], compile_s: float) -> None:
+        self._sizes = sizes
+        self._limit_s = max(_LEAST_S, _SHARE * compile_s)
+        self._stand_ins: list[list[Any]] = []
+        self._alignments: Sequence[int] = ()
+
+    @property
+    def due(self) -> bool:
+        return bool(self._stand_ins)
+
+    def prepare(
+        self, args: Sequence[Any], alignments: Sequence[int], driver: Driver, computer: Computer
+    ) -> bool:
+        """Note what there is to know of a first call's arguments, which are gone after it.
+
+        Returns:
+            Whether there will be lessons.
+        """
+        if self.due:
+            return True
+        if not self._sizes:
+            return False
+        if not compat.alone():
+            return True  # later; numbers may be symbols
+        if not computer.begin(args):
+            return False
+        if not self._sizes[0].are_of(args):
+            return True
+        sizes, self._sizes = self._sizes, ()
+        try:
+            self._stand_ins = [made.stand_ins(args, driver.device) for made in sizes]
+        except NotComputableError as e:
+            log.debug("no lessons: %s", str(e))
+        self._alignments = tuple(alignments)
+        return self.due
+
+    def give(self, stats: PartitionStats, teach: Teach, computer: Computer | None) -> None:
+        """Give them, as far as there is time for it, and hope."""
+        stand_ins, self._stand_ins = self._stand_ins, []
+        start, given = time.perf_counter(), 0
+        if not compat.alone():
+            return
+        try:
+            with compat.unwatched():
+                for arguments in stand_ins:
+                    if computer is None or computer.reason is not None:
+                        break
+                    if given and time.perf_counter() - start > self._limit_s:
+                        break
+                    teach(arguments, operands(arguments), self._alignments)
+                    given += 1
+        except Exception as e:  # the program's own sizes may teach better
+            log.debug("%s: a lesson failed: %s: %s", stats.name, type(e).__name__, str(e))
+        seconds = time.perf_counter() - start
+        told = amount(given, "made-up size")
+        log.info("%s was captured at %s, to learn from, in %.0f ms", stats.name, told, seconds * 1e3)
