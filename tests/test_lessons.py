@@ -90,13 +90,13 @@ def test_all_sizes_are_computed_from_the_first_one_on(taught: list[list[Any]]) -
 
 def test_a_forward_and_its_backward(taught: list[list[Any]]) -> None:
     torch.manual_seed(0)
-    block = Block().double()
+    block = Block()
     model = compiled(block)
     for n in (6, 3, 4, 9, 6):
-        x = torch.randn(2, n, 32, dtype=torch.float64)
+        x = torch.randn(2, n, 32)
         want = train(block, block, x)
         for name, grad in train(block, model, x).items():
-            same(grad, want[name], rtol=1e-4, atol=1e-6)
+            same(grad, want[name], rtol=1e-3, atol=1e-4)
     assert len(taught) == 6
     captures, computed = made()
     assert captures == computed > 0
