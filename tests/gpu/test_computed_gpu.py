@@ -11,6 +11,7 @@ from gpu_helpers import DEVICE, assert_same, compile_pgraph, explain, randn
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import compat
 from pgraph.compute.computer import Computer
 from pgraph.runtime import registry
 
@@ -197,6 +198,43 @@ def test_computed_and_captured_are_the_same(name: str, train: bool) -> None:
     assert computers()
     compared = [c._compared for c in computers()]
     assert sum(compared) >= len(NEW) * (2 if train else 1), compared
+
+
+def tuned_otherwise() -> int:
+    """Have generated kernels launched in blocks of another size, where there is one; how many there are."""
+    count = 0
+    namespaces = [
+        space for partition in registry.live_capturable() for space in partition.admission.code.namespaces
+    ]
+    for kernel in (
+        value for space in namespaces for value in space.values() if compat.is_triton_kernel(value)
+    ):
+        if len(kernel.launchers) == 1 < len(kernel.compile_results):
+            (before,) = kernel.launchers
+            kernel._make_launchers()
+            others = [one for one in kernel.launchers if one.config.kwargs != before.config.kwargs]
+            kernel.launchers = [*others, before][:1]
+            count += bool(others)
+    return count
+
+
+@pytest.mark.usefixtures("_full")
+@pytest.mark.parametrize("name", ["products, bf16", "attention, fp32"])
+def test_kernels_that_are_tuned_anew(name: str) -> None:
+    """As when somebody compiles kernels of the same source, and other blocks are measured to be faster: the
+    grid goes with the function."""
+    make, dtype = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(DEVICE, dtype)
+    plain = torch.compile(model, dynamic=True)
+    compiled = compile_pgraph(model, dynamic=True, step_aside=False)
+    for sizes in ((*WARM, 33), NEW, (*NEW, 49, 65)):
+        for n in sizes:
+            x = randn(n, WIDE, dtype=dtype)
+            got, want, eager = (step(each, x.clone(), train=False) for each in (compiled, plain, model))
+            assert_same(f"{name}, {n} rows", got, want, eager, exact=False)
+        assert tuned_otherwise() > 0
+    assert [computer.reason for computer in computers()] == [None] * len(computers()), explain()
 
 
 _tables: dict[int, Tensor] = {}
