@@ -1,8 +1,9 @@
 """When a partition's recordings are computed: after three captures that came out as computed.
 
-The first capture may stay the only one, so it is compared when there is a second. Until then its recording is
-kept, and stand-ins for its arguments (`pgraph.compute.first`): what was captured holds no memory of the
-program's.
+They are of sizes that are made up (Note [Lessons] in `pgraph.runtime.lessons`), or else of the program's
+own. Of these the first capture may stay the only one, so it is compared when there is a second. Until then
+its recording is kept, and stand-ins for its arguments (`pgraph.compute.first`): what was captured holds no
+memory of the program's.
 """
 
 from __future__ import annotations
