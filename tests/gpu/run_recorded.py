@@ -42,12 +42,17 @@ class Recorder:
             test.update(outcome="skipped", reason=reason)
         elif report.failed:
             lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
-            test.update(outcome="failed", phase=report.when, text="\n".join(lines)[:3000])
+            test.update(outcome="failed", phase=report.when, text=_here("\n".join(lines))[:3000])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            text = str(report.longrepr)[-3000:]
+            text = _here(str(report.longrepr))[-3000:]
             self.tests[report.nodeid] = {"nodeid": report.nodeid, "outcome": "failed", "text": text}
+
+
+def _here(text: str) -> str:
+    """The text with paths as they are from the checkout."""
+    return text.replace(f"{ROOT}{os.sep}", "")
 
 
 def machine() -> dict[str, Any]:
