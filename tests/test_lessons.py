@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pgraph
+from pgraph import compat
 from pgraph.capture import build
 from pgraph.compute import computer as computers_module
 from pgraph.compute.computer import Computer
@@ -309,6 +310,18 @@ def test_tensors_without_memory(size: list[int], offset: int) -> None:
     found = without_memory(torch.int32, size, like.stride(), offset)
     assert (list(found.size()), found.stride(), found.storage_offset()) == (size, like.stride(), offset)
     assert (found.dtype, found.is_meta) == (torch.int32, True)
+
+
+def test_whatever_is_in_the_way_of_lessons_a_program_runs(
+    monkeypatch: pytest.MonkeyPatch, taught: list[list[Any]]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise AttributeError("another release of torch")
+
+    monkeypatch.setattr(compat, "other_numbers", fails)
+    call(compiled(), (3, 3, 5, 5, 9, 9, 17))
+    assert not taught
+    assert made() == (4, 1)
 
 
 def test_nothing_is_made_up_of_plain_arguments() -> None:

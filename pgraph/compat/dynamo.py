@@ -132,12 +132,16 @@ def other_numbers(values: Sequence[Any], count: int) -> list[dict[str, int]]:
         return []
     found = [{symbol: int(known[symbol]) for symbol in symbols}]
     varying = [symbol for symbol in symbols if not env.var_to_range[symbol].is_singleton()]
+    assumed = [guard.expr for guard in env.guards if not guard.expr.free_symbols.isdisjoint(symbols)]
+    concerned = {symbol for expression in assumed for symbol in expression.free_symbols}
+    others = {symbol: other for symbol, other in env.replacements.items() if symbol in concerned}
     chosen = random.Random(0)
     for _ in range(_TRIED if varying else 0):
         moved = {symbol: _moved(found[0][symbol], chosen.choice(_STEPS)) for symbol in varying}
         if any(moved[symbol] == other[symbol] for symbol in varying for other in found):
             continue
-        if _allowed(env, symbols, known | moved):
+        within = all(number in env.var_to_range[symbol] for symbol, number in moved.items())
+        if within and _hold(assumed, others, known | moved):
             found.append(found[0] | moved)
         if len(found) > count:
             break
@@ -148,14 +152,21 @@ def _moved(number: int, step: int) -> int:
     return number + step if step else number // 2
 
 
-def _allowed(env: Any, symbols: Sequence[Any], numbers: Mapping[Any, int]) -> bool:
-    """Whether guards that concern these symbols certainly hold."""
-    if not all(numbers[symbol] in env.var_to_range[symbol] for symbol in symbols):
-        return False
-    replaced = {symbol: other.subs(numbers) for symbol, other in env.replacements.items()}
-    assumed = [guard.expr for guard in env.guards if not guard.expr.free_symbols.isdisjoint(symbols)]
-    with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # such sizes cannot be
-        return all(expression.subs({**numbers, **replaced}) == True for expression in assumed)  # noqa: E712
+def _hold(guards: Sequence[Any], others: Mapping[Any, Any], numbers: Mapping[Any, int]) -> bool:
+    """Whether guards certainly hold.
+
+    Args:
+        others: symbols that are made of others.
+    """
+
+    def number(expression: Any) -> Any:
+        return expression.subs({symbol: value(symbol) for symbol in expression.free_symbols})
+
+    def value(symbol: Any) -> Any:
+        return number(others[symbol]) if symbol in others else numbers[symbol]
+
+    with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):  # such sizes cannot be
+        return all(number(guard) == True for guard in guards)  # noqa: E712 - sympy's
     return False
 
 

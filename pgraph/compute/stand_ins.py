@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +16,8 @@ from pgraph.compute.first import stand_in, without_memory
 from pgraph.drivers.operands import Operand
 
 __all__ = ["ArgumentSizes", "made_up", "operands"]
+
+log = logging.getLogger(__name__)
 
 SETS: Final = ENOUGH
 """Of sizes: those of the first call, and others."""
@@ -70,7 +73,8 @@ class ArgumentSizes:
 
 
 def made_up(traced: Sequence[Any]) -> tuple[ArgumentSizes, ...]:
-    """Sizes to learn from: as they were traced, then others that may be as well.
+    """Sizes to learn from: as they were traced, then others that may be as well; none if they cannot be told:
+    whatever is in the way, a program does without lessons.
 
     Args:
         traced: a partition's arguments with symbolic sizes.
@@ -78,19 +82,27 @@ def made_up(traced: Sequence[Any]) -> tuple[ArgumentSizes, ...]:
     symbolic = {i: _numbers(value) for i, value in enumerate(traced)}
     symbolic = {i: n for i, n in symbolic.items() if any(isinstance(x, torch.SymInt) for x in n)}
     every = [number for numbers in symbolic.values() for number in numbers]
-    found = []
-    for values in compat.other_numbers(every, SETS - 1):
-        layouts: dict[int, _Layout] = {}
-        numbers: dict[int, int] = {}
-        for i, symbols in symbolic.items():
-            known = [_number(n, values) for n in symbols]
-            if isinstance(traced[i], torch.Tensor):
-                dims = traced[i].dim()
-                layouts[i] = _Layout(tuple(known[:dims]), tuple(known[dims:-1]), known[-1])
-            else:
-                (numbers[i],) = known
-        found.append(ArgumentSizes(layouts, numbers))
-    return tuple(found)
+    try:
+        return tuple(_sizes(traced, symbolic, values) for values in compat.other_numbers(every, SETS - 1))
+    except Exception as e:
+        log.debug("no sizes are made up: %s: %s", type(e).__name__, str(e))
+        return ()
+
+
+def _sizes(
+    traced: Sequence[Any], symbolic: Mapping[int, Sequence[Any]], values: Mapping[str, int]
+) -> ArgumentSizes:
+    """Of the arguments, where symbols have these values."""
+    layouts: dict[int, _Layout] = {}
+    numbers: dict[int, int] = {}
+    for i, symbols in symbolic.items():
+        known = [_number(n, values) for n in symbols]
+        if isinstance(traced[i], torch.Tensor):
+            dims = traced[i].dim()
+            layouts[i] = _Layout(tuple(known[:dims]), tuple(known[dims:-1]), known[-1])
+        else:
+            (numbers[i],) = known
+    return ArgumentSizes(layouts, numbers)
 
 
 def operands(stand_ins: Sequence[Any]) -> list[Any]:

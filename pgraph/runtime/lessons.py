@@ -86,7 +86,7 @@ class Lessons:
         return self.due
 
     def give(self, stats: PartitionStats, teach: Teach, computer: Computer | None) -> None:
-        """Give them, as far as there is time for it, and hope."""
+        """Give them, as far as there is time for it, and unless nothing can be computed."""
         stand_ins, self._stand_ins = self._stand_ins, []
         start, given = time.perf_counter(), 0
         if not compat.alone():
