@@ -12,11 +12,11 @@ import torch
 from support_compute import F32, kernel_node, library, node_of, product, script_of
 from torch._inductor.select_algorithm import extern_kernels
 
-from pgraph.compute.computer import Computer
+from pgraph.compute.computer import Computer, result_types
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign, result_types
+from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign
 from pgraph.compute.sites import LibraryCall
 from pgraph.drivers.operands import HostOperand, Operand
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
@@ -277,6 +277,9 @@ def test_types_of_results() -> None:
     assert told("return (torch.ops.aten.mm.default(args[0], args[1]), )", a, a, given=[x, x]) == [], (
         "it fails"
     )
+    one = [x, x._replace(size=(2,), stride=(1,))]
+    both = "return (torch.ops.aten.mv.default(args[0], args[1]), )"
+    assert told(both, a, a[0], given=one) == [torch.float16]
     out = "extern_kernels.mm(args[0], args[1], out=args[2])\nreturn (args[2], )"
     assert told(out, a, a, a, given=[x, x._replace(size=(2, 2)), x]) == [], "it makes nothing anew"
 

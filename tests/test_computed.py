@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Block, host, same
+from support import Block, same
+from support_sizes import W, call, compiled, made, work
 from torch import Tensor, nn
 
 import pgraph
@@ -46,38 +47,11 @@ def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "made_up", lambda given: ())
 
 
-def work(x: Tensor, w: Tensor) -> Tensor:
-    """Generated kernels, products of the same sizes, views, memory that dies."""
-    y = torch.relu(x @ w) + x.shape[0]
-    z = (y @ w).softmax(-1)
-    return (z.t() @ y) @ w + (y * z).sum(0)
-
-
-def compiled(fn: Callable[..., Any] = work, **options: Any) -> Any:
-    return host(fn, codegen="inductor", dynamic=True, **options)
-
-
-# In double precision: Inductor rounds otherwise than eager.
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def call(model: Any, sizes: Iterable[int], fn: Callable[..., Any] = work) -> None:
-    for n in sizes:
-        x = torch.randn(n, 8, dtype=W.dtype)
-        same(model(x, W), fn(x, W), rtol=1e-4, atol=1e-5)
-
-
 def computer() -> Computer:
     (partition,) = registry.live_capturable()
     found = partition._cache.shelf.computer
     assert isinstance(found, Computer)
     return found
-
-
-def made() -> tuple[int, int]:
-    """(captures, of which computed)."""
-    report = pgraph.report()
-    return report.captures, report.computed
 
 
 def runs(report: pgraph.Report) -> int:

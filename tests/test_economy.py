@@ -533,3 +533,14 @@ def test_a_no_holds_longer_the_longer_a_program_has_run() -> None:
     program.economy._pace.ran = 60.0
     program.calls_of(i // 2 for i in range(10000))
     assert program.looks + program.glimpses < 170
+
+
+def test_what_was_learned_need_not_be_paid_for() -> None:
+    """Sizes are computed from the first one on where lessons came with the compilation; else three captures
+    come first."""
+    economy = Economy(lambda: 0, Purse(0.0), 100)
+    computed, captured = economy._cost(True), economy._cost(False)
+    assert not economy.pays(0, 1, 0.0, computed=True)
+    assert economy._all(10, True) == pytest.approx(10 * computed)
+    assert not economy.pays(0, 2, 0.0, learning=True)
+    assert economy._all(10, True) == pytest.approx(3 * captured + 7 * computed)

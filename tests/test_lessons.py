@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import Block, host, same, train
+from support_sizes import W, call, compiled, made, work
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,30 +30,6 @@ from pgraph.runtime import admission, lessons, registry
 from pgraph.runtime.partition_runner import PartitionRunner
 
 CPU = torch.device("cpu")
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def work(x: Tensor, w: Tensor) -> Tensor:
-    """Generated kernels, products of the same sizes, views, memory that dies."""
-    y = torch.relu(x @ w) + x.shape[0]
-    z = (y @ w).softmax(-1)
-    return (z.t() @ y) @ w + (y * z).sum(0)
-
-
-def compiled(fn: Callable[..., Any] = work, **options: Any) -> Any:
-    return host(fn, codegen="inductor", dynamic=True, **options)
-
-
-def call(model: Any, sizes: Sequence[int], fn: Callable[..., Any] = work) -> None:
-    for n in sizes:
-        x = torch.randn(n, 8, dtype=W.dtype)
-        same(model(x, W), fn(x, W), rtol=1e-4, atol=1e-5)
-
-
-def made() -> tuple[int, int]:
-    """(captures, of which computed)."""
-    report = pgraph.report()
-    return report.captures, report.computed
 
 
 def computers() -> list[Computer]:

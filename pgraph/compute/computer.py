@@ -13,23 +13,26 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
+import torch
+
 from pgraph import compat
 from pgraph.capture.failures import may_pass
 from pgraph.compute.compare import ENOUGH, difference
 from pgraph.compute.errors import LaunchedOtherwiseError, NotComputableError
 from pgraph.compute.evaluate import evaluate
-from pgraph.compute.first import First, kept
+from pgraph.compute.first import First, kept, without_memory
 from pgraph.compute.host_memory import mapped
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, result_types
+from pgraph.compute.script import Call, Run, Script, is_foreign
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
 from pgraph.drivers.interface import Driver
+from pgraph.drivers.operands import HostOperand
 from pgraph.template.recording import NodeRecord, Recording
 from pgraph.template.template import Slot
 
-__all__ = ["Computer"]
+__all__ = ["Computer", "result_types"]
 
 log = logging.getLogger(__name__)
 
@@ -299,3 +302,20 @@ class Computer:
         offsets = script.offsets or self._driver.tells_offsets
         tools = Tools(node, site, self._types, sample, offsets, record, result_types)
         return evaluate(script, inputs, alignments, tools, self._latest)
+
+
+def result_types(event: Call, arguments: Sequence[Any]) -> list[Any]:
+    """Types of a call's results, as PyTorch tells them for tensors without memory; none if it does not.
+
+    Args:
+        arguments: an `Operand` for each tensor of the device, or a value.
+    """
+    if is_foreign(event.function) or any(isinstance(a, HostOperand | torch.device) for a in arguments):
+        return []
+    call = LibraryCall(event, tuple(arguments), 0)
+    try:
+        made = call.run([without_memory(o.dtype, o.size, o.stride, 0) for o in call.operands])
+    except Exception:  # an op need not know such tensors
+        return []
+    types = [getattr(result, "dtype", None) for result in made]
+    return types if len(types) == len(event.results) else []

@@ -12,11 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.tape import Tape
-from pgraph.drivers.operands import HostOperand, Operand
 from pgraph.ops import op_names
 from pgraph.ops.fx import is_builtin, op_name
 
@@ -37,7 +35,6 @@ __all__ = [
         "View",
         "asks_for_offsets",
         "is_foreign",
-        "result_types",
     ),
 ]
 
@@ -229,30 +226,6 @@ class Script:
             raise NotComputableError(
                 f"argument {min(others)} is not what the generated code was followed with"
             )
-
-
-def result_types(call: Call, arguments: Sequence[Any]) -> list[Any]:
-    """Types of a call's results, as PyTorch tells them for tensors without memory; none if it does not.
-
-    Args:
-        arguments: an `Operand` for each tensor of the device, or a value.
-    """
-    if is_foreign(call.function) or any(isinstance(a, HostOperand | torch.device) for a in arguments):
-        return []
-    given = [_without_memory(a) if isinstance(a, Operand) else a for a in arguments]
-    args, options = tree_unflatten(given, call.spec)
-    try:
-        made = call.function(*args, **options)
-    except Exception:  # an op need not know such tensors
-        return []
-    known = {id(value) for value in given if isinstance(value, torch.Tensor)}
-    results = [result for result in tree_flatten(made)[0] if id(result) not in known]
-    types = [getattr(result, "dtype", None) for result in results]
-    return types if len(types) == len(call.results) else []
-
-
-def _without_memory(operand: Operand) -> torch.Tensor:
-    return torch.empty(0, dtype=operand.dtype, device="meta").as_strided(operand.size, operand.stride)
 
 
 def asks_for_offsets(function: Any) -> bool:

@@ -79,10 +79,10 @@ def made_up(traced: Sequence[Any]) -> tuple[ArgumentSizes, ...]:
     Args:
         traced: a partition's arguments with symbolic sizes.
     """
-    symbolic = {i: _numbers(value) for i, value in enumerate(traced)}
-    symbolic = {i: n for i, n in symbolic.items() if any(isinstance(x, torch.SymInt) for x in n)}
-    every = [number for numbers in symbolic.values() for number in numbers]
     try:
+        told = {i: _numbers(value) for i, value in enumerate(traced)}
+        symbolic = {i: n for i, n in told.items() if any(isinstance(x, torch.SymInt) for x in n)}
+        every = [number for numbers in symbolic.values() for number in numbers]
         return tuple(_sizes(traced, symbolic, values) for values in compat.other_numbers(every, SETS - 1))
     except Exception as e:
         log.debug("no sizes are made up: %s: %s", type(e).__name__, str(e))

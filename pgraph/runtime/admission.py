@@ -165,17 +165,21 @@ class Admission:
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
-            if self._lessons is not None and not self._prepare(self._lessons, specialization, args):
-                self._lessons = None
+            if self._lessons is not None:
+                alignments = specialization.guards.alignments
+                if not self._lessons.prepare(args, alignments, self._driver, self._computer):
+                    self._lessons = None
             due = capture and specialization.due(self._options.warmup)
             new = capture and specialization.state is State.NOT_RUN
             computed = (due or new) and self._computes(specialization, args, early=not due)
             early = computed and new
             if (due or early) and not self._cache.pays(specialization, args, computed):
                 self._wait(not_worth)
+            elif (due or early) and not self._tuned():
+                pass  # before others go for it
             elif (due or early) and not self._cache.has_room(specialization, args):
                 self._wait(lambda: self._sizes.too_many(self._cache.limit))
-            elif (due or early) and self._tuned():
+            elif due or early:
                 made = self._capture if due else self._compute
                 if compat.profiling():
                     in_range("capture", self._stats.facts.label, made, specialization, args)
@@ -189,10 +193,8 @@ class Admission:
         return specialization
 
     def _tuned(self) -> bool:
-        """Whether no kernel is measured when it is run next, which no capture survives, nor tells how it will
-        be launched: else one run more, but not for ever (Note [Kernels tuned anew] in
-        `pgraph.drivers.cuda.triton`).
-        """
+        """Whether no kernel is measured when it is run next, which no capture survives: else one run more,
+        but not for ever (Note [Kernels tuned anew] in `pgraph.drivers.cuda.triton`)."""
         if not any(map(compat.awaits_tuning, self.code.namespaces)):
             self._untuned = 0
         elif self._untuned < _ATTEMPTS:
@@ -200,20 +202,17 @@ class Admission:
             return False
         return True
 
-    def _prepare(self, lessons: Lessons, specialization: Specialization, args: Sequence[Any]) -> bool:
-        computer, alignments = self._computer, specialization.guards.alignments
-        return computer is not None and lessons.prepare(args, alignments, self._driver, computer)
-
     def ran(self) -> None:
         """The partition's own code has run. Called without the lock."""
         if self._lessons is None or not self._lessons.due:
             return
         with self._cache.lock:
             lessons, self._lessons, code = self._lessons, None, self.code
+            if lessons is None or self._driver.is_capturing():
+                return
             call = functools.partial(teach, self._driver, code.run, shelf=self._cache.shelf)
-            if lessons is not None and not self._driver.is_capturing():
-                given = functools.partial(call, namespaces=code.namespaces, constants=code.constants)
-                lessons.give(self._stats, given, self._computer)
+            call = functools.partial(call, namespaces=code.namespaces, constants=code.constants)
+            lessons.give(self._stats, call)
 
     def _wait(self, made: Callable[[], Reason]) -> None:
         """Calls like this one run uncaptured for now, and maybe for ever: say why, once.

@@ -140,7 +140,7 @@ class Economy:
         self.sizes = self._made = self._again = self._calls = self._looks = 0
         self._counted = self._looked = 0  # launches and looks when that was told
         self.rests_until = float("-inf")
-        self.few = self._learning = False
+        self.few = self._learning = False  # the latter as it was told last
 
     def met(self, calls: int, now: float) -> None:
         """A size came for the first time.

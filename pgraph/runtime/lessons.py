@@ -54,13 +54,14 @@ class Lessons:
         self._limit_s = max(_LEAST_S, _SHARE * compile_s)
         self._stand_ins: list[list[Any]] = []
         self._alignments: Sequence[int] = ()
+        self._learner: Computer | None = None
 
     @property
     def due(self) -> bool:
         return bool(self._stand_ins)
 
     def prepare(
-        self, args: Sequence[Any], alignments: Sequence[int], driver: Driver, computer: Computer
+        self, args: Sequence[Any], alignments: Sequence[int], driver: Driver, computer: Computer | None
     ) -> bool:
         """Note what there is to know of a first call's arguments, which are gone after it.
 
@@ -73,7 +74,7 @@ class Lessons:
             return False
         if not compat.alone():
             return True  # later; numbers may be symbols
-        if not computer.begin(args):
+        if computer is None or not computer.begin(args):
             return False
         if not self._sizes[0].are_of(args):
             return True
@@ -82,21 +83,20 @@ class Lessons:
             self._stand_ins = [made.stand_ins(args, driver.device) for made in sizes]
         except NotComputableError as e:
             log.debug("no lessons: %s", str(e))
-        self._alignments = tuple(alignments)
+        self._alignments, self._learner = tuple(alignments), computer
         return self.due
 
-    def give(self, stats: PartitionStats, teach: Teach, computer: Computer | None) -> None:
+    def give(self, stats: PartitionStats, teach: Teach) -> None:
         """Give them, as far as there is time for it, and unless nothing can be computed."""
         stand_ins, self._stand_ins = self._stand_ins, []
-        start, given = time.perf_counter(), 0
-        if not compat.alone():
+        learner, start, given = self._learner, time.perf_counter(), 0
+        if learner is None or not compat.alone():
             return
         try:
             with compat.unwatched():
                 for arguments in stand_ins:
-                    if computer is None or computer.reason is not None:
-                        break
-                    if given and time.perf_counter() - start > self._limit_s:
+                    late = given and time.perf_counter() - start > self._limit_s
+                    if late or learner.reason is not None:
                         break
                     teach(arguments, operands(arguments), self._alignments)
                     given += 1
