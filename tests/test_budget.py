@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pgraph
 from pgraph.drivers.host.driver import HostSession
-from pgraph.runtime import cache, holdings, registry
+from pgraph.runtime import holdings, registry, room
 from pgraph.runtime.budget import Budget, limit_of
 from pgraph.runtime.keeping import PATIENCE, Keeper, Use
 
@@ -34,7 +34,7 @@ def two(x: Tensor) -> Tensor:
 
 
 def nodes_take(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache, holdings):
+    for module in (room, holdings):
         monkeypatch.setattr(module, "NODE_BYTES", nbytes)
 
 

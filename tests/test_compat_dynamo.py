@@ -8,23 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support_dynamo import heard_by
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pgraph import compat
-
-
-def heard_by(fn: Any, *args: Any, look: Any, **options: Any) -> list[Any]:
-    """What `look` says of each graph of a function that Dynamo compiles."""
-    found: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(look(gm))
-        return gm
-
-    torch.compile(fn, backend=backend, **options)(*args)
-    return found
 
 
 def broken(x: Tensor) -> Tensor:
@@ -109,128 +96,6 @@ def test_what_is_compiled() -> None:
     assert compat.is_compiled(module)
 
 
-def test_sizes_that_were_marked_unbacked() -> None:
-    """They are told from sizes that data tells."""
-
-    def told(gm: torch.fx.GraphModule) -> tuple[set[str], set[str]]:
-        values = [node.meta.get("example_value") for node in gm.graph.nodes]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        marked = {str(symbol) for value in tensors for symbol in compat.marked_unbacked(value)}
-        return marked, {str(size) for value in tensors for size in value.size() if type(size) is not int}
-
-    x = torch.ones(3, 5)
-    torch._dynamo.decorators.mark_unbacked(x, 0)
-    ((marked, sizes),) = heard_by(lambda x: x + 1, x, look=told)
-    assert marked == sizes == {"u0"}
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        ((marked, sizes),) = heard_by(lambda x: x.nonzero() + 1, torch.ones(3), look=told)
-    assert (marked, "u0" in sizes) == (set(), True)
-    assert compat.marked_unbacked(3) == frozenset()
-
-
-def nonzero_rows() -> torch.SymInt:
-    """A number that only data tell."""
-    env = ShapeEnv()
-    found = env.create_unbacked_symint()
-    assert isinstance(found, torch.SymInt)
-    return found
-
-
-def test_where_a_symbol_comes_from() -> None:
-    def sources(gm: torch.fx.GraphModule) -> list[str | None]:
-        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        sizes = [size for x in values if isinstance(x, Tensor) for size in x.size()]
-        found = [compat.symbol_sources(size) for size in sizes if isinstance(size, torch.SymInt)]
-        assert sorted(compat.symbol_sources(sizes[0] * 2 + sizes[1])) == sorted({**found[0], **found[1]})
-        return [source for each in found for source in each.values()]
-
-    (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=sources, dynamic=True)
-    assert found == ["L['x'].size()[0]", "L['x'].size()[1]"]
-    assert set(compat.symbol_sources(nonzero_rows()).values()) == {None}
-
-
-def numbers_of(gm: torch.fx.GraphModule) -> list[Any]:
-    """The symbolic numbers among the inputs of a graph that Dynamo has traced, and their trace's guards."""
-    values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    return [n for x in values for n in ([*x.size(), *x.stride()] if isinstance(x, Tensor) else [x])]
-
-
-def test_other_numbers_that_a_trace_allows() -> None:
-    """All of its guards hold, and a symbol that may vary does."""
-
-    def told(gm: torch.fx.GraphModule) -> Any:
-        numbers = numbers_of(gm)
-        found = compat.other_numbers(numbers, 3)
-        sizes = [n for n in numbers if isinstance(n, torch.SymInt)]
-        rows = [[compat.evaluate(n, values) for n in sizes] for values in found]
-        return [int(n) for n in sizes], rows
-
-    def picky(x: Tensor, y: Tensor) -> Tensor:
-        if x.size(0) % 4 or x.size(0) > 40 or x.size(1) < 3:
-            return x
-        return x.view(-1, 4).sum() + y[: x.size(0)].sum()
-
-    (found,) = heard_by(picky, torch.ones(32, 6), torch.ones(50), look=told, dynamic=True)
-    hints, (first, *others) = found
-    assert first == hints
-    assert len(others) == 3
-    by_size = dict(zip(hints, zip(*others, strict=True), strict=True))
-    assert {n % 4 for n in by_size[32]} == {0}
-    assert max(by_size[32]) <= 40
-    assert all(len({n, *made}) == 4 for n, made in by_size.items()), "each differs from all others"
-    assert all(y >= x for x, y in zip(by_size[32], by_size[50], strict=True))
-
-
-def test_other_numbers_of_sizes_that_are_equal() -> None:
-    """Their symbols are one, whatever guards call them."""
-
-    def added(x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-    def told(gm: torch.fx.GraphModule) -> list[dict[str, int]]:
-        return compat.other_numbers(numbers_of(gm), 2)
-
-    compiled: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        compiled.append(told(gm))
-        return gm
-
-    fn = torch.compile(added, backend=backend, dynamic=True)
-    fn(torch.ones(2, 300), torch.ones(300))
-    fn(torch.ones(6, 9), torch.ones(6, 9))
-    assert [len(found) for found in compiled] == [3, 3]
-
-
-def test_no_other_numbers() -> None:
-    """None where the data tell a number, or where nothing is symbolic; a number that guards pin is alone."""
-    assert compat.other_numbers([nonzero_rows()], 2) == []
-    assert compat.other_numbers([3, None, 4.0], 2) == []
-
-    def only(x: Tensor) -> Tensor:
-        return x if x.size(0) == 12 or x.size(0) < 12 or x.size(0) > 13 else x + 1
-
-    (found,) = heard_by(
-        only, torch.ones(13), look=lambda gm: compat.other_numbers(numbers_of(gm), 2), dynamic=True
-    )
-    assert len(found) <= 1
-
-
-def test_what_sizes_made_of_some_values_are() -> None:
-    def values(gm: torch.fx.GraphModule) -> list[Any]:
-        (x,) = (node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder") if node.users)
-        if not isinstance(x, Tensor):
-            return []
-        rows, columns = x.size()
-        sums = [compat.values_of(n) for n in (rows, rows // 2, rows + columns, 60 // (rows - 4))]
-        return [each((4, 9)) for each in sums] + [sums[2](range(65)), sums[0](range(65))]
-
-    (found,) = heard_by(lambda x: x + 1, torch.ones(3, 5), look=values, dynamic=True)
-    assert found[:4] == [{4, 9}, {2, 4}, {8, 13, 18}, {12}]
-    assert found[4] is None, "4,225 ways"
-    assert found[5] == set(range(65))
-
-
 def test_traced_function() -> None:
     """The compiled function comes first, whatever it calls."""
     found: list[Any] = []
@@ -248,15 +113,6 @@ def test_traced_function() -> None:
     assert compat.traced_function() is None
     torch.compile(outer, backend=backend)(torch.randn(3))
     assert found == [outer.__qualname__]
-
-
-def test_numbers_for_symbols() -> None:
-    gm = make_fx(lambda x: x.reshape(-1, 2), tracing_mode="symbolic")(torch.randn(6, 5, 2))
-    x = next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder")
-    rows, columns = (compat.plain_symbol(size) for size in x.size()[:2])
-    sizes = [n.meta["val"].size(0) for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    assert compat.evaluate(sizes[-1], {str(rows): 7, str(columns): 3}) == 21
-    assert compat.evaluate(sizes[-1], {str(rows): 7}) is None
 
 
 def test_compilations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:

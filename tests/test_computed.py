@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import pgraph
 from pgraph import compat
-from pgraph.compiler import assemble
 from pgraph.compute import compare, sites
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Run
 from pgraph.compute.sites import Sites
+from pgraph.compute.stand_ins import Family
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostGraph, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
@@ -44,7 +44,7 @@ WARM = (3, 3, 5, 5, 9, 9)  # three captures, which are compared
 @pytest.fixture(autouse=True)
 def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program's own sizes teach, as they do where lessons fail (`test_lessons`)."""
-    monkeypatch.setattr(assemble, "made_up", lambda given: ())
+    monkeypatch.setattr(Family, "made_up", lambda family: ())
 
 
 def computer() -> Computer:

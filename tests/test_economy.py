@@ -389,12 +389,12 @@ def test_where_the_device_sets_the_pace_launches_save_nothing() -> None:
     economy.launched(1e-4)
     for count in range(9):
         economy.ran(1e-2, behind=True)
-        assert economy.saves() == 0
+        assert economy._saves == 0
         assert not economy.pays(100, count + 2, 1e-3)
         assert economy.rests_until == 1e-3 + REST_S
     for count in range(5):
         economy.ran(1e-2)
-        assert (economy.saves() > 0) == (count == 4)
+        assert (economy._saves > 0) == (count == 4)
     assert economy.pays(100, 20, 1e-3)
 
 

@@ -23,7 +23,7 @@ from pgraph.compute import computer as computers_module
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.first import stand_in, without_memory
-from pgraph.compute.stand_ins import ArgumentSizes, made_up, operands
+from pgraph.compute.stand_ins import ArgumentSizes, Family, operands
 from pgraph.drivers.operands import Operand
 from pgraph.reasons import Reason
 from pgraph.runtime import admission, lessons, registry
@@ -295,11 +295,12 @@ def test_whatever_is_in_the_way_of_lessons_a_program_runs(
     def fails(*_: Any) -> Any:
         raise AttributeError("another release of torch")
 
-    monkeypatch.setattr(compat, "other_numbers", fails)
+    monkeypatch.setattr(compat, "SymbolicNumbers", fails)
     call(compiled(), (3, 3, 5, 5, 9, 9, 17))
     assert not taught
     assert made() == (4, 1)
 
 
 def test_nothing_is_made_up_of_plain_arguments() -> None:
-    assert made_up([torch.ones(3), 4, None]) == ()
+    family = Family([torch.ones(3), 4, None])
+    assert (family.symbols, family.made_up()) == ((), ())

@@ -21,7 +21,7 @@ from pgraph.compiler.context import Memory
 from pgraph.launch import allocations
 from pgraph.launch.allocations import ALIKE, FEW_MOST
 from pgraph.runtime import registry
-from pgraph.runtime.admission import Code
+from pgraph.runtime.code import Code
 from pgraph.template.plan import GRANULE
 
 OPTIONS = {"driver": "host", "step_aside": False}

@@ -37,17 +37,11 @@ from pgraph.compat.cuda import UNCACHED, caches_memory, current_raw_stream
 from pgraph.compat.dispatcher import is_composite, is_registered
 from pgraph.compat.dynamo import (
     compilation,
-    evaluate,
     graph_break,
     hearing_graph_breaks,
     is_compiled,
-    marked_unbacked,
-    other_numbers,
-    plain_symbol,
-    symbol_sources,
     trace,
     traced_function,
-    values_of,
 )
 from pgraph.compat.frames import (
     Compilation,
@@ -73,6 +67,14 @@ from pgraph.compat.inductor import (
 )
 from pgraph.compat.modes import UnwrappedMode, alone, forward_mode, intercepted, profiling, unwatched
 from pgraph.compat.settings import cudnn_settings, library_settings
+from pgraph.compat.symbols import (
+    SymbolicNumbers,
+    evaluate,
+    marked_unbacked,
+    plain_symbol,
+    symbol_sources,
+    values_of,
+)
 from pgraph.compat.tensors import (
     Strides,
     assert_size_stride,
@@ -101,6 +103,7 @@ __all__ = [
     "Joint",
     "Launcher",
     "Strides",
+    "SymbolicNumbers",
     "Tracing",
     "UnwrappedMode",
     "alone",
@@ -146,7 +149,6 @@ __all__ = [
     "memory_format",
     "module_with",
     "only_launcher",
-    "other_numbers",
     "output_strides",
     "own_output_strides",
     "packed_by_others",

@@ -16,18 +16,19 @@ from torch.fx import GraphModule
 from pgraph import compat
 from pgraph.compiler.borders import Borders
 from pgraph.compiler.context import Context, Memory
-from pgraph.compute.stand_ins import made_up
+from pgraph.compute.stand_ins import Family
 from pgraph.launch.guards import Trait, lazy_bits, lazy_bits_and_type, storage_facts
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
 from pgraph.partition.extract import SplitPlan, twin
 from pgraph.partition.facts import PartitionFacts
 from pgraph.rewrites.numbers import short_cut, stay_inside
+from pgraph.runtime.ahead import Ahead
 from pgraph.runtime.graph_runner import GraphRunner
 from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.partition_runner import PartitionRunner
 from pgraph.runtime.protocols import Boxed
-from pgraph.runtime.sizes import dimensions
+from pgraph.runtime.sizes import Dimension, dimensions
 from pgraph.runtime.uncaptured import UncapturedPartition
 
 __all__ = ["Assembly", "SplitSource", "assemble", "counts_from_storages"]
@@ -174,8 +175,20 @@ def _runner(
         joint=context.joint,
         dimensions=varying,
         watched=_watched(context, module, memory.gradients),
-        lessons=Lessons(made_up(given), compile_s) if learns else None,
+        lessons=_lessons(context, given, varying, compile_s) if learns else None,
     )
+
+
+def _lessons(
+    context: Context, given: Sequence[Any], varying: Sequence[Dimension], compile_s: float
+) -> Lessons:
+    assert context.driver is not None, "only graphs on a device are assembled"
+    family = Family(given)
+    came = {d.symbol: d.came for d in varying if d.symbol is not None}
+    options, ahead = context.options, None
+    if context.driver.host_times and options.max_captures is None:
+        ahead = Ahead(family, came, options.capture_sizes, compile_s)
+    return Lessons(family.made_up(), compile_s, ahead)
 
 
 def _watched(context: Context, module: GraphModule, lazy: Iterable[int]) -> dict[int, Trait]:

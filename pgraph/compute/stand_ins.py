@@ -1,8 +1,9 @@
-"""Arguments of a partition with sizes that nobody called it with, for lessons (`pgraph.runtime.lessons`)."""
+"""Arguments of a partition with sizes that nobody called it with (`pgraph.runtime.lessons`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.compute.first import stand_in, without_memory
 from pgraph.drivers.operands import Operand
 
-__all__ = ["ArgumentSizes", "made_up", "operands"]
+__all__ = ["ArgumentSizes", "Family", "operands"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ class ArgumentSizes:
             for i, layout in self.layouts.items()
         )
 
+    def like(self, stand_ins: Sequence[Any]) -> list[Any]:
+        """Stand-ins with these sizes, else like those given."""
+        found = list(stand_ins)
+        for i, number in self.numbers.items():
+            found[i] = number
+        for i, layout in self.layouts.items():
+            found[i] = without_memory(stand_ins[i].dtype, *layout)
+        return found
+
     def stand_ins(self, arguments: Sequence[Any], device: torch.device) -> list[Any]:
         """Arguments with these sizes, else like those given; tensors of the device without memory.
 
@@ -72,37 +82,56 @@ class ArgumentSizes:
         return found
 
 
-def made_up(traced: Sequence[Any]) -> tuple[ArgumentSizes, ...]:
-    """Sizes to learn from: as they were traced, then others that may be as well; none if they cannot be told:
-    whatever is in the way, a program does without lessons.
+class Family:
+    """The sizes that a partition's arguments may have. Of their trace no more is kept than expressions.
 
     Args:
-        traced: a partition's arguments with symbolic sizes.
+        traced: the arguments with symbolic sizes.
+
+    Attributes:
+        symbols: names of what varies; none if sizes cannot be told: whatever is in the way, a program does
+            without.
     """
-    try:
-        told = {i: _numbers(value) for i, value in enumerate(traced)}
-        symbolic = {i: n for i, n in told.items() if any(isinstance(x, torch.SymInt) for x in n)}
-        every = [number for numbers in symbolic.values() for number in numbers]
-        return tuple(_sizes(traced, symbolic, values) for values in compat.other_numbers(every, SETS - 1))
-    except Exception as e:
-        log.debug("no sizes are made up: %s: %s", type(e).__name__, str(e))
-        return ()
 
+    def __init__(self, traced: Sequence[Any]) -> None:
+        self.symbols: tuple[str, ...] = ()
+        try:
+            told = {i: _numbers(value) for i, value in enumerate(traced)}
+            symbolic = {i: n for i, n in told.items() if any(isinstance(x, torch.SymInt) for x in n)}
+            self._dims = {i: t.dim() if isinstance(t := traced[i], torch.Tensor) else None for i in symbolic}
+            self._counts = list(map(len, symbolic.values()))
+            self._known = compat.SymbolicNumbers([n for numbers in symbolic.values() for n in numbers])
+            self.symbols = tuple(self._known.symbols)
+        except Exception as e:
+            log.debug("sizes cannot be told: %s: %s", type(e).__name__, str(e))
 
-def _sizes(
-    traced: Sequence[Any], symbolic: Mapping[int, Sequence[Any]], values: Mapping[str, int]
-) -> ArgumentSizes:
-    """Of the arguments, where symbols have these values."""
-    layouts: dict[int, _Layout] = {}
-    numbers: dict[int, int] = {}
-    for i, symbols in symbolic.items():
-        known = [_number(n, values) for n in symbols]
-        if isinstance(traced[i], torch.Tensor):
-            dims = traced[i].dim()
-            layouts[i] = _Layout(tuple(known[:dims]), tuple(known[dims:-1]), known[-1])
-        else:
-            (numbers[i],) = known
-    return ArgumentSizes(layouts, numbers)
+    def made_up(self) -> tuple[ArgumentSizes, ...]:
+        """Sizes to learn from: as they were traced, then others that may be as well."""
+        try:
+            return tuple(map(self._at, self._known.made_up(SETS - 1))) if self.symbols else ()
+        except Exception as e:
+            log.debug("no sizes are made up: %s: %s", type(e).__name__, str(e))
+            return ()
+
+    def at(self, values: Mapping[str, int]) -> ArgumentSizes | None:
+        """Those where symbols have these values; None if the trace does not hold there.
+
+        Args:
+            values: of all symbols.
+        """
+        return self._at(values) if self._known.hold(values) else None
+
+    def _at(self, values: Mapping[str, int]) -> ArgumentSizes:
+        numbers = iter(self._known.at(values))
+        layouts: dict[int, _Layout] = {}
+        plain: dict[int, int] = {}
+        for (i, dims), count in zip(self._dims.items(), self._counts, strict=True):
+            known = tuple(itertools.islice(numbers, count))
+            if dims is None:
+                (plain[i],) = known
+            else:
+                layouts[i] = _Layout(known[:dims], known[dims:-1], known[-1])
+        return ArgumentSizes(layouts, plain)
 
 
 def operands(stand_ins: Sequence[Any]) -> list[Any]:
@@ -122,11 +151,3 @@ def _numbers(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         return [*value.size(), *value.stride(), value.storage_offset()]
     return []
-
-
-def _number(value: Any, values: Mapping[str, int]) -> int:
-    if not isinstance(value, torch.SymInt):
-        return int(value)
-    found = compat.evaluate(value, values)
-    assert found is not None, "each symbol has a number"
-    return found

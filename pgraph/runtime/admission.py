@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from pgraph import compat
 from pgraph.capture.build import build, teach
@@ -21,19 +18,21 @@ from pgraph.launch.program import Program, program_of
 from pgraph.options import Options
 from pgraph.reasons import Dispatch, Reason
 from pgraph.runtime import full_capture, progress, registry, trace, trimming
+from pgraph.runtime.ahead import Ahead
 from pgraph.runtime.cache import SpecializationCache
+from pgraph.runtime.code import Code
 from pgraph.runtime.economy import not_worth
 from pgraph.runtime.failures import device_failed, unexpected
 from pgraph.runtime.glimpses import Glimpse
 from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.profiler import in_range
-from pgraph.runtime.protocols import Boxed, Resplitting
+from pgraph.runtime.protocols import Resplitting
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
 from pgraph.text import amount
 
-__all__ = ["Admission", "Chosen", "Code"]
+__all__ = ["Admission", "Chosen"]
 
 log = logging.getLogger(__name__)
 
@@ -45,38 +44,6 @@ _MANY = 16
 
 _ATTEMPTS = 3
 """Captures tried of a specialization that the device refuses for the moment, and of a partition in all."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Code:
-    """What is captured.
-
-    Args:
-        run: the partition's own code; takes one list and empties it.
-        namespaces: see `pgraph.capture.record.record`.
-        constants: tensors held by the code.
-        static: argument positions whose memory the caller keeps (parameters and buffers).
-        saved: positions of results that are saved for the backward, and their names there.
-        kept: positions of results that are parameters' gradients.
-        lasting: positions of results that the program gets.
-        joint: what is known of the backward.
-    """
-
-    run: Boxed
-    namespaces: Sequence[dict[str, Any]] = ()
-    constants: Sequence[torch.Tensor] = ()
-    static: frozenset[int] = frozenset()
-    saved: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    kept: frozenset[int] = frozenset()
-    lasting: frozenset[int] = frozenset()
-    joint: compat.Joint | None = None
-
-    def sharing(self) -> dict[int, int]:
-        """Saved results that may share memory, and when each dies: Note [Results in one piece]."""
-        if self.joint is None or not self.joint.plain or compat.packed_by_others():
-            return {}
-        deaths = self.joint.deaths
-        return {i: deaths[name] for i, name in self.saved.items() if name in deaths}
 
 
 class Admission:
@@ -114,6 +81,7 @@ class Admission:
         self._stats = stats
         self._computer: Computer | None = None
         self._lessons = lessons
+        self._ahead: Ahead | None = None
         if sizes.dimensions and options.compute_sizes != "off":
             checking = options.compute_sizes == "check"
             self._computer = cache.shelf.computer = Computer(driver, code.run, checking=checking)
@@ -161,14 +129,16 @@ class Admission:
                 specialization = self._cache.get(args)
                 if specialization is None:
                     return None
-                self._stats.met.note(self._sizes.of(args))
+                sizes = self._sizes.of(args)
+                self._stats.met.note(sizes)
+                self._sizes.note(sizes)
                 if self._cache.set_aside and specialization.program is None:
                     self._give_up(args)
                     return None
-            if self._lessons is not None:
-                alignments = specialization.guards.alignments
-                if not self._lessons.prepare(args, alignments, self._driver, self._computer):
-                    self._lessons = None
+            if self._lessons is not None and not self._lessons.prepare(
+                args, specialization.guards, self._driver, self._computer
+            ):
+                self._lessons = None
             due = capture and specialization.due(self._options.warmup)
             new = capture and specialization.state is State.NOT_RUN
             computed = (due or new) and self._computes(specialization, args, early=not due)
@@ -177,8 +147,8 @@ class Admission:
                 self._wait(not_worth)
             elif (due or early) and not self._tuned():
                 pass  # before others go for it
-            elif (due or early) and not self._cache.has_room(specialization, args):
-                self._wait(lambda: self._sizes.too_many(self._cache.limit))
+            elif (due or early) and not self._cache.room.there_is(specialization, args):
+                self._wait(lambda: self._sizes.too_many(self._cache.room.limit))
             elif due or early:
                 made = self._capture if due else self._compute
                 if compat.profiling():
@@ -204,15 +174,42 @@ class Admission:
 
     def ran(self) -> None:
         """The partition's own code has run. Called without the lock."""
-        if self._lessons is None or not self._lessons.due:
+        lessons, ahead = self._lessons, self._ahead
+        learns = lessons is not None and lessons.due
+        if not learns and (ahead is None or not ahead.due(self._stats.calls)):
             return
         with self._cache.lock:
-            lessons, self._lessons, code = self._lessons, None, self.code
-            if lessons is None or self._driver.is_capturing():
+            if learns:
+                lessons, self._lessons = self._lessons, None
+            if self._driver.is_capturing():
                 return
-            call = functools.partial(teach, self._driver, code.run, shelf=self._cache.shelf)
-            call = functools.partial(call, namespaces=code.namespaces, constants=code.constants)
-            lessons.give(self._stats, call)
+            if learns and lessons is not None:
+                code = self.code
+                call = functools.partial(teach, self._driver, code.run, shelf=self._cache.shelf)
+                call = functools.partial(call, namespaces=code.namespaces, constants=code.constants)
+                self._ahead = lessons.give(self._stats, call)
+            if self._ahead is not None and self._ahead.due(self._stats.calls):
+                self._look_ahead(self._ahead)
+            if self._ahead is not None and self._ahead.over:
+                self._ahead = None
+
+    def _look_ahead(self, ahead: Ahead) -> None:
+        """Compute recordings of sizes that are to be expected (Note [Computed ahead])."""
+        if not compat.alone() or any(map(compat.awaits_tuning, self.code.namespaces)):
+            return
+        before, start = self._stats.computed, time.perf_counter()
+        with compat.unwatched():
+            for guards, args in ahead.expected():
+                if self._computer is None or not self._computer.covers(args, guards.alignments):
+                    continue
+                if not self._cache.room.fits():
+                    break
+                specialization = self._cache.expected(guards)
+                if specialization is not None:
+                    specialization.foreseen = self._sizes.of(args)
+                    ahead.computed(self._compute(specialization, args))
+        count, seconds = self._stats.computed - before, time.perf_counter() - start
+        log.info("%s: %s computed ahead in %.0f ms", self._stats.name, amount(count, "size"), seconds * 1e3)
 
     def _wait(self, made: Callable[[], Reason]) -> None:
         """Calls like this one run uncaptured for now, and maybe for ever: say why, once.
@@ -245,21 +242,27 @@ class Admission:
             return False
         return computer.covers(args, specialization.guards.alignments)
 
-    def _compute(self, specialization: Specialization, args: Sequence[Any]) -> None:
-        """Make it launchable without a capture. If that fails it is warmed up and captured like any other."""
-        start = time.perf_counter()
+    def _compute(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+        """Make it launchable without a capture. If that fails it is warmed up and captured like any other;
+        one that has not come is forgotten.
+        """
+        start, foreseen = time.perf_counter(), specialization.foreseen is not None
         try:
             program = self._program(specialization, args, may_capture=False)
         except Exception as e:
             log.debug("%s was not computed: %s: %s", self._stats.name, type(e).__name__, e)
             program = None
-        if program is None:
+        if program is None or (foreseen and self._cache.would_try(program)):
+            if foreseen:
+                self._cache.forget(specialization)
+                return False
             self._cache.economy.wasted(time.perf_counter() - start)
             told = self._computer.latest if self._computer is not None else None
             self._stats.met.latest = told or "no exec of another size has its kernels"
-            return
+            return False
         specialization.warmed()
         self._made(specialization, args, program, start)
+        return True
 
     def _program(
         self, specialization: Specialization, args: Sequence[Any], may_capture: bool = True
@@ -316,22 +319,17 @@ class Admission:
             self.piece = None
         computer, built = self._computer, program.built
         seconds, first = time.perf_counter() - start, not specialization.standing.runs
-        self._cache.economy.captured(seconds, built.computed, first=first)
+        if specialization.foreseen is not None:
+            self._cache.economy.foreseen(seconds)
+            self._stats.ahead += 1
+        else:
+            self._cache.economy.captured(seconds, built.computed, first=first)
         if computer is not None:
             self._stats.met.obstacle = computer.reason
-        log.info(
-            "%s %s in %.0f ms: %s in %s; %s of it so far, in %.0f ms",
-            self._stats.name,
-            "computed" if built.computed else "captured",
-            built.seconds * 1e3,
-            amount(len(built.template.nodes), "node"),
-            amount(len(built.recipes), "chunk"),
-            amount(self._stats.captures, "capture"),
-            self._stats.capture_s * 1e3,
-        )
+        log.info("%s %s", self._stats.name, self._stats.told(built))
         if not built.computed:
             self._sizes.captured(args, computable=computer is not None and computer.reason is None)
-        if not self._stats.met.varies:
+        if not self._stats.met.varies and specialization.foreseen is None:
             trimming.captured(self._stats.name, self._driver)
         progress.captured()
 

@@ -15,14 +15,15 @@ from pgraph.launch.native import Addresses, Calls, calls_of, native_addresses, n
 from pgraph.launch.program import Program
 from pgraph.options import Options
 from pgraph.runtime import trial
-from pgraph.runtime.budget import NODE_BYTES, Budget, Holder, Memory, limit_of
+from pgraph.runtime.budget import Memory, limit_of
 from pgraph.runtime.captured import Captured
 from pgraph.runtime.economy import Economy
 from pgraph.runtime.glimpses import Glimpse, Glimpses
-from pgraph.runtime.holdings import Group, Holdings, Unit, budgets_of
-from pgraph.runtime.keeping import WAITING, Keeper, Use
+from pgraph.runtime.holdings import Group, Unit, budgets_of
+from pgraph.runtime.keeping import WAITING
 from pgraph.runtime.purse import OF_THE_PROCESS
-from pgraph.runtime.replication import SHARE, Replication
+from pgraph.runtime.replication import Replication
+from pgraph.runtime.room import Room
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization, State
 from pgraph.runtime.statistics import PartitionStats
@@ -47,6 +48,7 @@ class SpecializationCache:
         captured: what can be launched.
         latest: the one that was launched last, as far as it was told.
         economy: whether further ones pay.
+        room: whether there is room for them.
         set_aside: one of them took longer to launch than to run, so that no other one is captured. (Where
             one took less, no other one is tried.)
         shelf: execs that further captures may share.
@@ -67,10 +69,9 @@ class SpecializationCache:
         self._known, self._met = dict[Guards, Specialization](), Lookup[Specialization]()  # the same ones
         self._budgets = budgets_of(driver.device)
         self._limit = limit_of(options.capture_memory_mb, driver.memory())
-        self._keeper = Keeper(options.max_captures, options.warmup, self._budgets[0].tick)
+        self.room = self._new_room()
         self._glimpses = Glimpses(sizes, stats.met, self._steps_aside)
         self.economy = self._new_economy()
-        self._holdings = Holdings()
         self.shelf = Shelf()
         self.latest: Specialization | None = None
         self.lock = threading.RLock()
@@ -81,8 +82,13 @@ class SpecializationCache:
             budget.join(self)
 
     def _new_economy(self) -> Economy:
-        rare = functools.partial(self._glimpses.rare, self._known.values())
+        def rare() -> tuple[int, int]:
+            return self._glimpses.rare(s for s in self._known.values() if s.foreseen is None)
+
         return Economy(lambda: self._stats.launches, OF_THE_PROCESS, self._stats.facts.device_ops, rare)
+
+    def _new_room(self) -> Room:
+        return Room(self, self._options, self._sizes, self._stats, self._budgets, self._limit)
 
     def all(self) -> list[Specialization]:
         """The one that was run uncaptured last is last."""
@@ -91,13 +97,15 @@ class SpecializationCache:
     def launched(self, specialization: Specialization) -> None:
         """Note a launch; further ones of the same specialization need not be told."""
         self.catch_up()
+        if specialization.foreseen is not None:
+            self._stats.met.note(specialization.foreseen)
         self.latest = specialization
-        self._keeper.used(specialization.use)
+        self.room.keeper.used(specialization.use)
 
     def catch_up(self) -> None:
         """Note launches that were not told."""
         if self.latest is not None and self._told != self._stats.launches:
-            self._keeper.used(self.latest.use)
+            self.room.keeper.used(self.latest.use)
             self.latest.use.launches += self._stats.launches - self._told
         self._told = self._stats.launches
 
@@ -114,7 +122,7 @@ class SpecializationCache:
                 self.economy.ran(seconds, behind, chosen is Glimpse.NEW)
                 return
             chosen.ran()
-            self._keeper.ran(chosen.use, self._stats.launches)
+            self.room.keeper.ran(chosen.use, self._stats.launches)
             self.economy.ran(seconds, behind, chosen.standing.runs == 1)
             if chosen.trial is not None:
                 chosen.trial.own.append(seconds)
@@ -149,18 +157,15 @@ class SpecializationCache:
             if (built := specialization.built) is None:
                 return
             if (replication := specialization.replication) is None:
-                shared, few = len(self._holdings.group_of(specialization).members) > 1, self.economy.few
+                shared, few = len(self.room.holdings.group_of(specialization).members) > 1, self.economy.few
                 replication = Replication(self._stats.name, built.parts, self._driver, shared, few)
                 specialization.replication = replication
             if rewritten < replication.worth:
                 return
-            replication.moved(self._room_for_replicas)
+            replication.moved(self.room.for_replicas)
             if replication.nbytes:
-                self._holdings.replicated(specialization)
+                self.room.holdings.replicated(specialization)
                 self._tell_bytes()
-
-    def _room_for_replicas(self) -> int:
-        return int(self._limit * SHARE) - self._budgets[0].total()
 
     def captured_as(self, specialization: Specialization) -> Captured:
         """What launches this one: with all others, or by itself while it is on trial."""
@@ -192,17 +197,32 @@ class SpecializationCache:
                 return specialization
         return None
 
-    def _new(self, guards: Guards, thread: int | None) -> Specialization:
+    def expected(self, guards: Guards) -> Specialization | None:
+        """One for sizes that have not come yet (Note [Computed ahead]); None if they have."""
+        return self._new(guards, None, came=False) if guards not in self._known else None
+
+    def forget(self, specialization: Specialization, *, told: bool = False) -> None:
+        """It has no capture, and goes.
+
+        Args:
+            told: a report goes on telling of it.
+        """
+        del self._known[specialization.guards]
+        self._met.discard(specialization.guards, specialization)
+        if not told:
+            self._stats.standings.remove(specialization.standing)
+
+    def _new(self, guards: Guards, thread: int | None, came: bool = True) -> Specialization:
         self._forget_some()
         if self._known:
             guards = guards.alike(next(iter(self._known)))
         found = self._known[guards] = Specialization(guards)
         found.addresses = self._in_c[1](guards)
         self._met.add(guards, found)
-        if thread is None:
-            self.economy.met(self._stats.calls, trial.clock())
-        else:
+        if thread is not None:
             found.glimpsed_by(thread)
+        elif came:
+            self.economy.met(self._stats.calls, trial.clock())
         self._stats.standings.append(found.standing)
         return found
 
@@ -214,10 +234,7 @@ class SpecializationCache:
         waiting = [s for s in self._known.values() if s.program is None]
         if len(waiting) >= WAITING:
             gone = min(waiting, key=lambda s: s.asked)
-            del self._known[gone.guards]
-            self._met.discard(gone.guards, gone)
-            if gone.state is not State.REFUSED:  # a report goes on telling of those
-                self._stats.standings.remove(gone.standing)
+            self.forget(gone, told=gone.state is State.REFUSED)
 
     def glimpse(self, args: list[Any]) -> Glimpse | None:
         """What there is to know of a call whose size cannot be captured, whatever it is."""
@@ -242,106 +259,41 @@ class SpecializationCache:
         options = self._options
         return self._driver.host_times and options.step_aside and not options.require_full_capture
 
-    def has_room(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        """Whether it may have a capture, if need be in others' place (Note [Taking turns])."""
-        return self._has_place(specialization, args) and self._has_memory(specialization, args)
-
-    def _has_place(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        limit = self._options.max_captures
-        if limit is None or self._holdings.count < limit:
-            return True
-        oldest, runs = self._by_use()[0], specialization.standing.runs
-        if self._admits(specialization, oldest.use):
-            return True
-        if self._keeper.patient(runs):
-            self._sizes.crowded(args, f"max_captures={limit}")
-        return False
-
-    def _has_memory(self, specialization: Specialization, args: Sequence[Any]) -> bool:
-        use = specialization.use
-        patience = max(budget.patience(self._holdings.count) for budget in self._budgets)
-        if use.declined and not self._keeper.may_ask(use, patience):
-            return False  # to see at each call whether there is room by now would take longer
-        needed = [(budget, self._expected(budget.memory)) for budget in self._budgets]
-        if all(budget.total() + expected <= self._limit for budget, expected in needed):
-            return True
-        if not self._keeper.may_ask(use, patience):
-            return False
-        too_much = any(expected > self._limit for _, expected in needed)
-        if not too_much and all(self._make_room(specialization, *one) for one in needed):
-            return True
-        self._keeper.declined(use)
-        if too_much or self._keeper.patient(specialization.standing.runs):
-            self._sizes.crowded(args, self._told_limit)
-        return False
-
-    def _make_room(
-        self,
-        specialization: Specialization,
-        budget: Budget[Unit],
-        planned: int = 0,
-        unit: Unit | None = None,
-    ) -> bool:
-        use = specialization.use
-
-        def admits(holder: Holder[Unit], held: Unit) -> bool:
-            mine = holder is self
-            return self._admits(specialization, held.use) if mine else self._keeper.rests(use, held.use)
-
-        return budget.make_room(self, unit, self._limit, admits, planned=planned)
-
-    def _expected(self, memory: Memory) -> int:
-        """Bytes of a further capture. What a first one takes is a guess, which alone never keeps it out."""
-        guess = min(NODE_BYTES * max(self._stats.facts.device_ops, 1), self._limit)
-        return self._holdings.expected(memory, guess)
-
-    def _admits(self, specialization: Specialization, other: Use) -> bool:
-        runs, captured = specialization.standing.runs, specialization.program is not None
-        captures = self._holdings.count - captured
-        return self._keeper.admits(specialization.use, runs, other, captures, self._stats.launches)
-
-    @property
-    def limit(self) -> str:
-        """The option that keeps further captures out, with its value."""
-        most = self._options.max_captures
-        full = most is not None and self._holdings.count >= most
-        return f"max_captures={most}" if full else self._told_limit
-
-    @property
-    def _told_limit(self) -> str:
-        return f"capture_memory_mb={self._limit >> 20}"
-
     def add(self, specialization: Specialization, program: Program) -> None:
         """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
-        nodes = len(program.built.template.nodes)
-        tried = Trial(nodes) if nodes <= MOST_NODES and self._steps_aside and not self._gains else None
+        tried = Trial(len(program.built.template.nodes)) if self.would_try(program) else None
         specialization.captured(program, native_program(program, self._in_c[0]), tried)
         self._stats.captured(program.built)
         self._stats.waits = None
-        units: tuple[Unit, ...] = self._holdings.add(specialization), specialization
+        units: tuple[Unit, ...] = self.room.holdings.add(specialization), specialization
         self._tell_bytes()
         for budget, unit in zip(self._budgets, units, strict=True):
-            if not self._make_room(specialization, budget, unit=unit):
+            if not self.room.make(specialization, budget, unit=unit):
                 self.evict(specialization)
                 return
-        self.launched(specialization)
+        if specialization.foreseen is None:
+            self.launched(specialization)
         limit = self._options.max_captures
-        if limit is not None and self._holdings.count > limit:
+        if limit is not None and self.room.holdings.count > limit:
             self._drop(self._by_use()[0], f"max_captures={limit}")
         self._renew()
 
+    def would_try(self, program: Program) -> bool:
+        """Whether a capture would be on trial first."""
+        return len(program.built.template.nodes) <= MOST_NODES and self._steps_aside and not self._gains
+
     def takes(self, memory: Memory) -> int:
         """Bytes that the captures count for in a budget."""
-        return self._holdings.takes(memory)
+        return self.room.holdings.takes(memory)
 
     def held(self, memory: Memory) -> Sequence[Unit]:
         """What may go for the memory that it takes."""
-        return self._holdings.groups if memory == "execs" else self._captured()
+        return self.room.holdings.groups if memory == "execs" else self._captured()
 
     def evict(self, held: Unit) -> None:
         """Let captures go, for the memory that they take."""
         for specialization in list(held.members) if isinstance(held, Group) else [held]:
-            self._drop(specialization, self._told_limit)
+            self._drop(specialization, self.room.memory_limit)
         self._renew()
 
     def _captured(self) -> list[Specialization]:
@@ -351,7 +303,7 @@ class SpecializationCache:
     def _drop(self, specialization: Specialization, limit: str) -> None:
         self._let_go(specialization)
         specialization.evicted()
-        self._keeper.dropped()
+        self.room.keeper.dropped()
         self._sizes.evicted(limit)
 
     def release(self, specialization: Specialization) -> None:
@@ -371,8 +323,7 @@ class SpecializationCache:
         self._met = Lookup()
         self._glimpses.clear()
         self._stats.standings.clear()
-        self._keeper = Keeper(self._options.max_captures, self._options.warmup, self._budgets[0].tick)
-        self._holdings, self.economy = Holdings(), self._new_economy()
+        self.room, self.economy = self._new_room(), self._new_economy()
         self._tell_bytes()
         for budget in self._budgets:
             budget.cleared()
@@ -385,14 +336,14 @@ class SpecializationCache:
         return sorted(self._captured(), key=lambda s: s.use.latest)
 
     def _let_go(self, specialization: Specialization) -> None:
-        self._holdings.remove(specialization)
+        self.room.holdings.remove(specialization)
         self._tell_bytes()
         if specialization is self.latest:
             self.latest = None
 
     def _tell_bytes(self) -> None:
-        self._stats.exec_bytes = self._holdings.exec_bytes
-        self._stats.recipe_bytes = self._holdings.takes("recipes")
+        self._stats.exec_bytes = self.room.holdings.exec_bytes
+        self._stats.recipe_bytes = self.room.holdings.takes("recipes")
 
     def _renew(self) -> None:
         captured = self._captured()

@@ -191,6 +191,10 @@ class Economy:
         self._purse.spent()
         self._pace.set_up()
 
+    def foreseen(self, seconds: float) -> None:
+        """A recording was computed before its size came: part of the compilation (Note [Computed ahead])."""
+        self._computed.append(seconds)
+
     def wasted(self, seconds: float) -> None:
         """Time was spent on a size that has never run, and no capture came of it."""
         self._spent += self._own_part(seconds, True)
@@ -205,10 +209,6 @@ class Economy:
             return seconds
         usual = statistics.mean(sorted(self._firsts)[:-1])
         return max(seconds - max(usual - min(self._own), 0.0), 0.0)
-
-    def saves(self) -> float:
-        """Seconds that a launch saves."""
-        return self._saves
 
     def _weigh(self) -> None:
         if not self._own or 2 * sum(self._behind) > len(self._behind):

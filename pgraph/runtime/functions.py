@@ -10,7 +10,7 @@ from typing import Any
 
 from pgraph.reasons import Reason
 
-__all__ = ["FunctionStats", "forget", "found", "graph_arrived", "graphs_arrived", "live"]
+__all__ = ["FunctionStats", "forget", "found", "graph_arrived", "graphs_arrived", "live", "values"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +66,7 @@ class FunctionStats:
 
 
 _functions: dict[tuple[str, str | None], FunctionStats] = {}
+_values: dict[tuple[str, str], set[int]] = {}
 _arrived = 0
 
 
@@ -81,6 +82,19 @@ def live() -> tuple[FunctionStats, ...]:
         for one in list(_functions.values())
         if one.graphs or one.reason is not None
     )
+
+
+def values(compilation: str | None, source: str | None) -> set[int]:
+    """Values that one of a function's sizes has had, to be added to, whatever graph it came to: of some sizes
+    Dynamo makes one of their own.
+
+    Args:
+        compilation: under way, ``"3/0"``: which function, and the how manyeth time.
+        source: of the size, as Dynamo calls it. If either is not known, only one graph has the set.
+    """
+    if compilation is None or source is None:
+        return set()
+    return _values.setdefault((compilation.rpartition("/")[0], source), set())
 
 
 def graph_arrived() -> None:
@@ -99,4 +113,5 @@ def graphs_arrived() -> int:
 def forget() -> None:
     """Dynamo begins anew."""
     _functions.clear()
+    _values.clear()
     graphs_arrived()

@@ -79,6 +79,7 @@ class Glimpses:
         if not economy.unaffordable(calls, now, known is None, computing, learning):
             return None
         self._met.note(sizes)
+        self._sizes.note(sizes)
         if known is None:
             economy.met(calls, now)
         found = self._known.setdefault(sizes, _Size())

@@ -21,6 +21,8 @@ from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.stand_ins import ArgumentSizes, operands
 from pgraph.drivers.interface import Driver
+from pgraph.launch.guards import Guards
+from pgraph.runtime.ahead import Ahead
 from pgraph.runtime.statistics import PartitionStats
 from pgraph.text import amount
 
@@ -44,25 +46,24 @@ class Lessons:
     Args:
         sizes: as they were traced, then others.
         compile_s: seconds that it took to compile the partition.
+        ahead: sizes to compute once there is nothing more to learn, if that is wanted.
 
     Attributes:
         due: they can be given once the call is over.
     """
 
-    def __init__(self, sizes: Sequence[ArgumentSizes], compile_s: float) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[ArgumentSizes], compile_s: float, ahead: Ahead | None = None) -> None:
+        self._sizes, self._ahead = sizes, ahead
         self._limit_s = max(_LEAST_S, _SHARE * compile_s)
         self._stand_ins: list[list[Any]] = []
-        self._alignments: Sequence[int] = ()
+        self._guards: Guards | None = None
         self._learner: Computer | None = None
 
     @property
     def due(self) -> bool:
         return bool(self._stand_ins)
 
-    def prepare(
-        self, args: Sequence[Any], alignments: Sequence[int], driver: Driver, computer: Computer | None
-    ) -> bool:
+    def prepare(self, args: Sequence[Any], guards: Guards, driver: Driver, computer: Computer | None) -> bool:
         """Note what there is to know of a first call's arguments, which are gone after it.
 
         Returns:
@@ -83,25 +84,33 @@ class Lessons:
             self._stand_ins = [made.stand_ins(args, driver.device) for made in sizes]
         except NotComputableError as e:
             log.debug("no lessons: %s", str(e))
-        self._alignments, self._learner = tuple(alignments), computer
+        self._guards, self._learner = guards, computer
         return self.due
 
-    def give(self, stats: PartitionStats, teach: Teach) -> None:
-        """Give them, as far as there is time for it, and unless nothing can be computed."""
+    def give(self, stats: PartitionStats, teach: Teach) -> Ahead | None:
+        """Give them, as far as there is time for it, and unless nothing can be computed.
+
+        Returns:
+            What computes sizes ahead, if it can from now on.
+        """
         stand_ins, self._stand_ins = self._stand_ins, []
-        learner, start, given = self._learner, time.perf_counter(), 0
-        if learner is None or not compat.alone():
-            return
+        learner, guards, start, given = self._learner, self._guards, time.perf_counter(), 0
+        if learner is None or guards is None or not compat.alone():
+            return None
         try:
             with compat.unwatched():
                 for arguments in stand_ins:
                     late = given and time.perf_counter() - start > self._limit_s
                     if late or learner.reason is not None:
                         break
-                    teach(arguments, operands(arguments), self._alignments)
+                    teach(arguments, operands(arguments), guards.alignments)
                     given += 1
         except Exception as e:  # the program's own sizes may teach better
             log.debug("%s: a lesson failed: %s: %s", stats.name, type(e).__name__, str(e))
         seconds = time.perf_counter() - start
         told = amount(given, "made-up size")
         log.info("%s was captured at %s, to learn from, in %.0f ms", stats.name, told, seconds * 1e3)
+        if self._ahead is None or learner.learning or learner.reason is not None:
+            return None
+        self._ahead.begin(stand_ins[0], guards)
+        return self._ahead

@@ -77,6 +77,7 @@ class SizesTold:
         met: how many came, of those that are remembered.
         more: whether there were others.
         captured, computed: recordings made, of sizes, layouts and alignments.
+        ahead: of those computed: that were before they came (Note [Computed ahead]).
         refused: that cannot be captured.
         exec_bytes, recipe_bytes: of the device's memory and of the host's that they take now.
         obstacle: why none is computed, if that is known.
@@ -94,10 +95,12 @@ class SizesTold:
     latest: str | None
     padding: str | None
     more: bool = False
+    ahead: int = 0
 
     def __str__(self) -> str:
         told = f"{'at least ' if self.more else ''}{self.met:,} met, "
-        told += f"{self.captured} captured, {self.computed} computed, {self.refused} refused; "
+        ahead = f" ({self.ahead} of them ahead of their first call)" if self.ahead else ""
+        told += f"{self.captured} captured, {self.computed} computed{ahead}, {self.refused} refused; "
         told += f"{self.exec_bytes:,} B of execs, {self.recipe_bytes:,} B of the host's memory"
         if self.obstacle is not None:
             told += f"; none is computed: {self.obstacle}"

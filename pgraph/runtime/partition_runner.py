@@ -29,9 +29,10 @@ from pgraph.options import Options
 from pgraph.partition.facts import PartitionFacts
 from pgraph.reasons import Reason
 from pgraph.runtime import cudnn, observe, registry, replication, statistics, trial, trimming
-from pgraph.runtime.admission import Admission, Chosen, Code
+from pgraph.runtime.admission import Admission, Chosen
 from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.captured import Captured
+from pgraph.runtime.code import Code
 from pgraph.runtime.failures import LaunchFailure, launch_failed
 from pgraph.runtime.lessons import Lessons
 from pgraph.runtime.profiler import in_range
@@ -58,7 +59,7 @@ class PartitionRunner:
         namespaces: see `pgraph.capture.record.record`.
         constants: tensors held by the code.
         static: argument positions whose memory the caller keeps (parameters and buffers).
-        saved, kept, lasting, joint: see `pgraph.runtime.admission.Code`.
+        saved, kept, lasting, joint: see `pgraph.runtime.code.Code`.
         dimensions: sizes that may vary from call to call.
         watched: argument positions of which more must stay as captured than layout and alignment.
         lessons: see `pgraph.runtime.admission.Admission`.

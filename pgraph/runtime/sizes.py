@@ -6,17 +6,21 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule
 
 from pgraph import compat
 from pgraph.reasons import Reason
+from pgraph.runtime import functions
 
 __all__ = ["Dimension", "Sizes", "dimensions", "symbols_in"]
 
 log = logging.getLogger(__name__)
+
+_MOST: Final = 4096
+"""Values of a size that are remembered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Dimension:
         of_tensor: the user gave it as a size; False for a number among the user's own arguments, and for what
             the program made of several sizes or numbers.
         derived: what it is where the user's sizes are some of those given; None: it is such a size.
+        symbol: that stands for it in the trace; None if several do.
+        came: values that it has had, whatever graph of its function it came to.
     """
 
     label: str
@@ -37,6 +43,8 @@ class Dimension:
     dim: int | None
     of_tensor: bool = True
     derived: Callable[[Collection[int]], frozenset[int] | None] | None = None
+    symbol: str | None = None
+    came: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     @property
     def is_number(self) -> bool:
@@ -70,13 +78,19 @@ def symbols_in(values: Sequence[Any]) -> dict[str, Dimension]:
     for position, value in enumerate(values):
         if isinstance(value, torch.SymInt) and (name := compat.plain_symbol(value)):
             label, of_tensor = _label(value, name)
-            found.setdefault(name, Dimension(label, position, None, of_tensor))
+            found.setdefault(name, Dimension(label, position, None, of_tensor, None, name, _came(value)))
     for position, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.size()):
                 if isinstance(size, torch.SymInt) and (name := compat.plain_symbol(size)):
-                    found.setdefault(name, Dimension(_label(size, name)[0], position, dim))
+                    label = _label(size, name)[0]
+                    found.setdefault(name, Dimension(label, position, dim, symbol=name, came=_came(size)))
     return found
+
+
+def _came(size: torch.SymInt) -> set[int]:
+    (source,) = compat.symbol_sources(size).values()
+    return functions.values(compat.compilation(), source)
 
 
 def _label(size: torch.SymInt, name: str) -> tuple[str, bool]:
@@ -135,6 +149,12 @@ class Sizes:
     def of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """All of them today."""
         return tuple(d.of(args) for d in self.dimensions)
+
+    def note(self, values: Sequence[int]) -> None:
+        """They came, in the order of the dimensions."""
+        for dimension, value in zip(self.dimensions, values, strict=True):
+            if len(dimension.came) < _MOST:
+                dimension.came.add(value)
 
     def wanted(self, args: Sequence[Any]) -> bool:
         """Whether sizes like these are to be captured."""

@@ -87,6 +87,7 @@ class Specialization:
         addresses: `Guards.addresses` of the guards.
         nbytes: what its capture counts for in the budget of the host's memory.
         replication: whether it gets further execs, while it is captured and that is asked.
+        foreseen: its sizes, if it was made before they came (Note [Computed ahead]).
     """
 
     guards: Guards
@@ -100,6 +101,7 @@ class Specialization:
     glimpsed: bool = False
     nbytes: int = 0
     replication: Replication | None = None
+    foreseen: tuple[int, ...] | None = None
     addresses: Callable[[list[Any]], list[int] | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,6 +184,7 @@ class Specialization:
         """Its capture went for another's sake: it begins anew."""
         assert self.state in (State.CAPTURED, State.ON_TRIAL), self.state
         self.program, self.native, self.trial, self.use = None, None, None, Use()
+        self.foreseen = None
         self.standing.runs = 0
         self.standing.state = State.NOT_RUN
 

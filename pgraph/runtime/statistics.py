@@ -34,6 +34,7 @@ class PartitionStats:
         facts: what was known when it was compiled.
         captures: templates made, captured or computed.
         computed: those that were computed (Note [Computed recordings]).
+        ahead: those that were computed before they were called for (Note [Computed ahead]).
         nodes: graph nodes over all templates.
         slots: words that are rebound, over all templates.
         chunks: of their plans.
@@ -55,6 +56,7 @@ class PartitionStats:
     facts: PartitionFacts
     captures: int = 0
     computed: int = 0
+    ahead: int = 0
     nodes: int = 0
     slots: int = 0
     chunks: int = 0
@@ -102,6 +104,7 @@ class PartitionStats:
             latest=self.met.latest,
             padding=self.met.padding(),
             more=self.met.more,
+            ahead=self.ahead,
         )
 
     def captured(self, built: Built) -> None:
@@ -113,9 +116,17 @@ class PartitionStats:
         self.chunks += len(built.recipes)
         self.capture_s += built.seconds
 
+    def told(self, built: Built) -> str:
+        """A template that was counted, in words."""
+        return (
+            f"{'computed' if built.computed else 'captured'} in {built.seconds * 1e3:.0f} ms: "
+            f"{amount(len(built.template.nodes), 'node')} in {amount(len(built.recipes), 'chunk')}; "
+            f"{amount(self.captures, 'capture')} of it so far, in {self.capture_s * 1e3:.0f} ms"
+        )
+
     def forget_captures(self) -> None:
         """All of them were freed by a reset, as if there had been none."""
-        self.captures = self.computed = self.nodes = self.slots = self.chunks = 0
+        self.captures = self.computed = self.ahead = self.nodes = self.slots = self.chunks = 0
         self.exec_bytes = self.recipe_bytes = 0
         self.capture_s = 0.0
 

@@ -1,0 +1,166 @@
+"""Sizes that are to be expected, whose recordings are computed before they come.
+
+Note [Computed ahead]
+Of some hundred sizes (lengths in training) each comes once in some hundred calls. What its recording costs
+is what ten launches save, and a program may lose no more than a fiftieth of its time
+(`pgraph.runtime.economy`): with that alone, thousands of calls pass before all sizes are launched. A few
+dozen that are launched from the first call on earn what the others cost within some hundred. So a small part
+of the time that a partition took to be compiled is spent on sizes that have not come: between the smallest
+and the largest that have, as far as the compiled code serves them. That is done in a partition's first calls,
+and not where there are so many sizes that few of those computed would ever come.
+
+Which sizes a function gets is told by all graphs that Dynamo made of it: of lengths that are multiples of
+eight it may make one of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import random
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pgraph.compute.stand_ins import Family
+from pgraph.launch.guards import Guards, ValueGuard
+
+__all__ = ["Ahead"]
+
+log = logging.getLogger(__name__)
+
+SHARE: Final = 0.1
+"""Of the time that it took to compile a partition: about a twentieth of what the program waited for it, as
+Dynamo and AOTAutograd take as long as Inductor."""
+
+_LEAST_S: Final = 0.5
+"""Seconds, however soon it was compiled: code may come from a cache."""
+
+_MOST_S: Final = 3.0
+
+_FEW: Final = 3
+"""Values of a size that have to come first. Two may be all: one in training, and one for what follows."""
+
+_FIRST: Final = 16
+"""Calls of a partition after which none is computed ahead any more."""
+
+_MOST: Final = 4096
+"""Sets of sizes that may be looked at."""
+
+_SPREAD: Final = 12
+"""Times as many sizes as can be computed: beyond that, too few of them would come."""
+
+_VAIN: Final = 3
+"""Sizes in a row that could not be computed, after which no further one is tried."""
+
+
+class Ahead:
+    """Of one partition. Called with its lock held, but for `due`.
+
+    Args:
+        family: of its arguments' sizes.
+        came: values that each symbol has had, by name, of the whole function.
+        listed: option `capture_sizes`.
+        compile_s: seconds that it took to compile the partition.
+    """
+
+    def __init__(
+        self, family: Family, came: Mapping[str, set[int]], listed: Collection[int], compile_s: float
+    ) -> None:
+        self._family, self._listed = family, sorted(listed)
+        self._came = [came[name] for name in family.symbols if name in came]
+        self._left_s = min(max(_LEAST_S, SHARE * compile_s), _MOST_S)
+        self._limit_s = self._left_s
+        self._told = 0  # values that there were when it was looked at last
+        self._stand_ins: Sequence[Any] = ()
+        self._guards: Guards | None = None
+        self._vain = 0
+        if not self._came or len(self._came) < len(family.symbols):
+            self.end()
+
+    def begin(self, stand_ins: Sequence[Any], guards: Guards) -> None:
+        """Sizes can be computed from now on.
+
+        Args:
+            stand_ins: for arguments of some call.
+            guards: of this call.
+        """
+        self._stand_ins, self._guards = stand_ins, guards
+
+    def end(self) -> None:
+        """No further size is computed ahead."""
+        self._left_s = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether none will be any more."""
+        return self._left_s <= 0.0
+
+    def due(self, calls: int) -> bool:
+        """Whether there are sizes to expect that there were not before.
+
+        Args:
+            calls: of the partition so far.
+        """
+        if self.over or self._guards is None:
+            return False
+        if calls > _FIRST:
+            self.end()
+        told = sum(map(len, self._came))
+        return (
+            not self.over and told > self._told and (bool(self._listed) or max(map(len, self._came)) >= _FEW)
+        )
+
+    def expected(self) -> Iterator[tuple[Guards, list[Any]]]:
+        """The guards of sizes to expect, and stand-ins for arguments, as long as there is time for them."""
+        assert self._guards is not None
+        self._told = sum(map(len, self._came))
+        ranges = [self._range(sorted(came)) for came in self._came]
+        every = math.prod(map(len, ranges))
+        if not 1 < every <= _MOST:
+            return
+        sets = list(itertools.product(*ranges))
+        random.Random(0).shuffle(sets)
+        found, start = 0, time.perf_counter()
+        for looked_at, values in enumerate(sets, 1):
+            sizes = self._family.at(dict(zip(self._family.symbols, values, strict=True)))
+            if sizes is None:
+                continue
+            found += 1
+            arguments = sizes.like(self._stand_ins)
+            yield _guards_like(self._guards, arguments), arguments
+            spent = time.perf_counter() - start
+            further = (every - looked_at) * found / looked_at
+            if found >= _FEW and spent / found * further > _SPREAD * self._limit_s:
+                log.debug("%d sizes are too many to compute some of them ahead", every)
+                self.end()
+            if spent >= self._left_s:
+                break
+        self._left_s -= time.perf_counter() - start
+
+    def computed(self, done: bool) -> None:
+        """Tell whether the size that was given last could be."""
+        self._vain = 0 if done else self._vain + 1
+        if self._vain >= _VAIN:
+            self.end()
+
+    def _range(self, came: Sequence[int]) -> Sequence[int]:
+        if self._listed:
+            return self._listed
+        return range(came[0], came[-1] + 1) if came else ()
+
+
+def _guards_like(guards: Guards, arguments: Sequence[Any]) -> Guards:
+    """The guards of arguments with other sizes, aligned as they were."""
+    tensors = tuple(
+        dataclasses.replace(
+            guard,
+            size=tuple(arguments[guard.position].size()),
+            stride=tuple(arguments[guard.position].stride()),
+        )
+        for guard in guards.tensors
+    )
+    values = tuple(ValueGuard(guard.position, arguments[guard.position]) for guard in guards.values)
+    return dataclasses.replace(guards, tensors=tensors, values=values)

@@ -1,0 +1,271 @@
+"""Recordings of sizes that are to be expected, computed before they come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import Block, same, train
+from support_sizes import W, call, compiled, made, work
+from torch import Tensor
+
+import pgraph
+from pgraph.drivers.host.driver import HostDriver
+from pgraph.drivers.interface import Driver
+from pgraph.runtime import admission, ahead, registry
+from pgraph.runtime.partition_runner import PartitionRunner
+from pgraph.runtime.statistics import PartitionStats
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There host time is worth something. What is small is not tried; time is no matter."""
+    monkeypatch.setattr(HostDriver, "host_times", True)
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    monkeypatch.setattr(ahead, "_LEAST_S", 100.0)
+    monkeypatch.setattr(ahead, "_MOST_S", 100.0)
+
+
+def partitions(kind: str = "") -> list[PartitionRunner]:
+    return [one for one in registry.live_capturable() if one.name.startswith(kind)]
+
+
+def known(kind: str = "") -> list[int]:
+    """The first sizes that recordings were made for."""
+    found = [s for one in partitions(kind) for s in one.specializations() if s.program is not None]
+    return sorted(s.guards.tensors[0].size[0] for s in found)
+
+
+def stats() -> PartitionStats:
+    (one,) = partitions()
+    return one.stats
+
+
+def test_sizes_between_those_that_came_are_there_before_they_come() -> None:
+    """From the third size on. They are launched at their first call."""
+    model = compiled()
+    call(model, (20, 12))
+    assert made()[1] <= 1
+    call(model, (16,))
+    assert set(known()) >= {n for n in range(12, 21) if n not in (12, 16, 20)}
+    runs, launches = stats().uncaptured_runs, stats().launches
+    call(model, (13, 19, 14, 13))
+    assert (stats().uncaptured_runs, stats().launches) == (runs, launches + 4)
+    assert made()[0] == made()[1]
+
+
+def test_a_forward_and_its_backward() -> None:
+    torch.manual_seed(0)
+    block = Block()
+    model = compiled(block)
+    for n in (9, 3, 6, 4, 8, 5, 7):
+        x = torch.randn(2, n, 32)
+        want = train(block, block, x)
+        for name, grad in train(block, model, x).items():
+            same(grad, want[name], rtol=1e-3, atol=1e-4)
+    for one in partitions():
+        assert (one.stats.uncaptured_runs, one.stats.captures) == (3, one.stats.computed)
+
+
+def test_what_a_graph_of_its_own_gets_is_told_by_the_others() -> None:
+    """Dynamo compiles a function twice: each gets the sizes that it serves, from its first call on."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        if x.size(0) % 4 == 0:
+            return (x.view(-1, 4, 8) @ w).sum(1) @ w
+        return work(x, w)
+
+    model = compiled(fn)
+    call(model, (16, 8, 15), fn)
+    odd = [one for one in partitions() if one.stats.calls == 1]
+    assert len(odd) == 1
+    sizes = {s.guards.tensors[0].size[0] for s in odd[0].specializations() if s.program is not None}
+    assert sizes == {9, 10, 11, 13, 14}
+    call(model, (11, 13, 9), fn)
+    assert odd[0].stats.uncaptured_runs == 1
+
+
+def test_two_sizes_may_be_all_that_there_are() -> None:
+    model = compiled()
+    call(model, (20, 12) * 6)
+    assert set(known()) <= {12, 20}
+
+
+def test_growing_sizes_leave_nothing_to_expect() -> None:
+    """Those of a cache, one more at each call: what lies between is there."""
+    model = compiled()
+    call(model, range(5, 25))
+    assert set(known()) <= set(range(5, 25))
+
+
+def test_a_program_that_has_run_for_a_while_waits_for_nothing() -> None:
+    model = compiled()
+    call(model, (20,) * 20)
+    before = made()
+    call(model, (12, 16))
+    assert made()[0] <= before[0] + 2
+
+
+def test_listed_sizes_are_there_at_once() -> None:
+    """Those of `capture_sizes`, whatever came. (All sizes have to be listed: 8 columns, too.)"""
+    model = compiled(capture_sizes=(6, 8, 9, 30))
+    call(model, (6,))
+    assert set(known()) >= {8, 9, 30}
+    runs = stats().uncaptured_runs
+    call(model, (9, 30, 8))
+    assert stats().uncaptured_runs == runs
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_captures": 4}, {"compute_sizes": "check"}, {"compute_sizes": "off"}]
+)
+def test_not_where_captures_are_few_or_not_computed(options: dict[str, Any]) -> None:
+    model = compiled(**options)
+    call(model, (20, 12, 16))
+    assert stats().computed == 0 or "max_captures" in options
+    assert not {13, 14, 15, 17, 18, 19} & set(known())
+
+
+def test_not_where_no_host_time_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDriver, "host_times", False)
+    call(compiled(), (20, 12, 16))
+    assert not {13, 14, 15, 17, 18, 19} & set(known())
+
+
+def test_it_takes_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that has begun is ended."""
+    monkeypatch.setattr(ahead, "_LEAST_S", 1e-6)
+    monkeypatch.setattr(ahead, "SHARE", 0.0)
+    with caplog.at_level(logging.INFO, logger="pgraph.runtime.admission"):
+        call(compiled(), (20, 12, 16))
+    assert len({13, 14, 15, 17, 18, 19} & set(known())) == 1
+    assert "1 size computed ahead" in caplog.text
+
+
+def test_too_many_sizes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of those that could be computed would ever come."""
+    model = compiled()
+    call(model, (6000, 2, 40))
+    assert len(known()) <= 2
+    monkeypatch.setattr(ahead, "_LEAST_S", 1e-2)
+    monkeypatch.setattr(ahead, "SHARE", 0.0)
+    pgraph.reset()
+    torch._dynamo.reset()
+    model = compiled()
+    call(model, (3000, 2, 40))
+    assert len(known()) <= 6
+
+
+def test_a_size_in_vain_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in a row that cannot be computed are enough."""
+    tried: list[int] = []
+    real = admission.build
+
+    def build(driver: Driver, fn: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        if any(isinstance(t, Tensor) and t.is_meta for t in inputs):
+            tried.append(1)
+            return None
+        return real(driver, fn, inputs, *given, **options)
+
+    monkeypatch.setattr(admission, "build", build)
+    model = compiled()
+    call(model, (20, 12, 16, 13, 13, 19))
+    assert len(tried) == 3
+    assert all(s.standing.runs for s in partitions()[0].specializations())
+    assert len(stats().standings) == len(partitions()[0].specializations())
+    assert {n for n, _ in stats().met.sizes} == {20, 12, 16, 13, 19}
+
+
+def test_memory_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes for a size that has not come."""
+    monkeypatch.setattr("pgraph.runtime.room.Room.fits", lambda room: False)
+    call(compiled(), (20, 12, 16))
+    assert not {13, 14, 15, 17, 18, 19} & set(known())
+
+
+def test_a_report_tells_sizes_that_came() -> None:
+    """Met are those that came; a user sees how many were there before."""
+    model = compiled()
+    call(model, (20, 12, 16, 13))
+    told = stats().sizes
+    assert told is not None
+    assert told.met == 4
+    assert told.ahead == 6
+    assert "6 of them ahead of their first call" in str(told)
+    assert pgraph.report().computed == told.computed >= 6
+
+
+def test_what_it_costs_is_part_of_the_compilation() -> None:
+    """The economy is told what computing takes, and has spent nothing."""
+    call(compiled(), (20, 12, 16))
+    (one,) = partitions()
+    economy = one._cache.economy
+    own = sum(s.program is not None and s.foreseen is None for s in one.specializations())
+    assert len(economy._computed) >= 6
+    assert economy._made == own
+    assert economy.sizes == 3
+
+
+def test_a_custom_op_is_recorded_at_no_size_that_did_not_run() -> None:
+    @torch.library.custom_op("pgraph_ahead::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    @twice.register_fake
+    def _like(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return (twice(torch.relu(x @ w)) @ w).sin()  # type: ignore[no-any-return]
+
+    call(compiled(fn), (20, 12, 16), fn)
+    assert not {13, 14, 15, 17, 18, 19} & set(known())
+
+
+@pytest.fixture
+def numbers() -> Callable[..., None]:
+    """Calls a model with numbers beside its tensors."""
+
+    def fn(x: Tensor, w: Tensor, factor: float) -> Tensor:
+        return work(x, w) * factor
+
+    model = compiled(fn)
+
+    def run(*sizes: int, factor: float = 2.0) -> None:
+        for n in sizes:
+            x = torch.randn(n, 8, dtype=W.dtype)
+            same(model(x, W, factor), fn(x, W, factor), rtol=1e-4, atol=1e-5)
+
+    return run
+
+
+def test_other_arguments_may_vary_too(numbers: Callable[..., None]) -> None:
+    """Results are right whatever is launched."""
+    numbers(20, 12, 16)
+    numbers(13, 14, 19, factor=3.0)
+    numbers(13, 14, 19, 21, 11)
+
+
+def test_inputs_that_are_aligned_otherwise_are_others() -> None:
+    """Guards hold for what was computed ahead as for everything else."""
+    model = compiled()
+    call(model, (20, 12, 16))
+    for n in (13, 14, 13, 14):
+        x = torch.randn(n * 8 + 1, dtype=W.dtype)[1:].view(n, 8)
+        same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
+    call(model, (13, 14))
+
+
+def test_a_reset_forgets_them() -> None:
+    model = compiled()
+    call(model, (20, 12, 16))
+    assert len(known()) >= 6
+    pgraph.reset()
+    assert known() == []
+    call(model, (13, 20, 13))
+    assert {n for n, _ in stats().met.sizes} >= {13, 20}
