@@ -20,8 +20,8 @@ speed after some hundred calls, and would be after minutes. How many sizes there
 ones came of late, and by how many came but once or twice (A. Chao's estimate, 1984): where most calls have
 one size, and each of the others another one, hardly a new one comes, and there are hundreds. Soon is after
 a thousand launches, and after `_SOON_S` of the program: code that a program seldom calls, such as Inductor's
-for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Training
-on hundreds of lengths, with 50 ms for each, goes by the rule.
+for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Of
+hundreds of sizes (lengths in training) only so many may come at once as no step count would show.
 
 How long a program has run, but for when it waited or compiled, and how often it calls a partition, is told by
 `pgraph.runtime.pace`.
@@ -36,7 +36,8 @@ A recording that is computed (`pgraph.compute`) costs less, and this very call i
 run. If that alone pays for it, nothing can be lost. Where that is a size's first call, libraries set things
 up for it that its first run would have set up (cuDNN's attention plans for 45 ms on an H200). How long that
 takes is told by other sizes' first runs, and does not count. The few captures from which computing is learned
-serve all sizes, not their own alone: it is enough that computing is expected to pay.
+serve all sizes, not their own alone: it is enough that computing is expected to pay. And of what launches
+have saved all may be spent on computing, as long as sizes come back: each recording earns further ones.
 
 A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
 before the device has even begun with them, launches count as saving nothing.
@@ -53,6 +54,7 @@ from typing import Final
 
 from pgraph.compute.compare import ENOUGH
 from pgraph.reasons import Reason
+from pgraph.runtime.novelty import Novelty
 from pgraph.runtime.pace import Pace
 from pgraph.runtime.purse import Purse
 
@@ -73,6 +75,15 @@ _SOON: Final = 1000.0
 _SOON_S: Final = 5.0
 """And seconds of the program, in which they are to do it. Like `START_S` it is for hosts of half the speed,
 too, where a server gains as much."""
+
+_DOZENS: Final = 64
+"""Sizes. Of more, `_AT_LEAST` of `START_S` may be spent at once, or `_START_RAN` of the program's time: in
+training on hundreds of lengths all of it would be some per cent of hundreds of steps."""
+
+_AT_LEAST, _START_RAN = 0.3, 0.05
+
+_NEARLY_ALL: Final = 0.75
+"""Where so many of the calls that are looked at bring new sizes, what one saves is not spent on others."""
 
 _REPEATED: Final = 3
 """Calls with a size that had come before, from which on it is told how many sizes are to be expected."""
@@ -96,7 +107,6 @@ _REST_RAN: Final = 0.02
 _REST_MOST_S: Final = 1.0
 """But never longer than this."""
 
-_WINDOW, _FEW = 64.0, 8.0  # calls that were looked at, over which the share of new sizes is averaged
 _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _LOOKS_NEW: Final = 24  # so many, where hardly any size came again: of 32 sizes some seven would have
 _SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
@@ -136,9 +146,8 @@ class Economy:
         self._firsts: deque[float] = deque(maxlen=_SAMPLES)
         self._pace = Pace()
         self._saves = self._spent = 0.0
-        self._lately, self._latest_few = _Share(_WINDOW), _Share(_FEW)
-        self.sizes = self._made = self._again = self._calls = self._looks = 0
-        self._counted = self._looked = 0  # launches and looks when that was told
+        self._novelty = Novelty()
+        self.sizes = self._made = self._again = self._calls = 0
         self.rests_until = float("-inf")
         self.few = self._learning = False  # the latter as it was told last
 
@@ -150,7 +159,7 @@ class Economy:
             now: by the clock that all other times are taken from.
         """
         self._passed(calls, now)
-        self._seen(1, new=1)
+        self._novelty.came()
         self.sizes += 1
         if self.sizes == 2:
             self._purse.join(self)
@@ -162,8 +171,7 @@ class Economy:
             behind: when the host was through with it, the device had not begun.
             first: with a size that it had never been run with.
         """
-        self._looks += 1
-        self._seen(not first)
+        self._novelty.ran(first)
         self._again += not first
         if first:  # it is slower than those that launches replace
             self._pace.set_up()
@@ -188,6 +196,8 @@ class Economy:
         (self._computed if computed else self._costs).append(cost)
         self._spent += cost
         self._made += 1
+        if first:
+            self._novelty.launched_first()
         self._purse.spent()
         self._pace.set_up()
 
@@ -265,7 +275,7 @@ class Economy:
         if self._computing_pays() or self._starts(now, cost, learning or computing):
             return False
         wait = self._wait(now, cost)
-        if wait > 0.0 and self._looks >= (_LOOKS if self._again >= _REPEATED else _LOOKS_NEW):
+        if wait > 0.0 and self._novelty.looks >= (_LOOKS if self._again >= _REPEATED else _LOOKS_NEW):
             self.rests_until = now + self._rest(now, wait, cost, learning or computing)
         return wait > 0.0
 
@@ -281,19 +291,25 @@ class Economy:
         """Whether all sizes that are to be expected can be captured for what may be spent at the start, and
         launches pay for that soon."""
         # A few calls with sizes that came before may be a program's warm-up: the latest ones count, too.
-        if self._again < _REPEATED or self._latest_few.now > _MANY:
+        if self._again < _REPEATED or self._novelty.latest_few > _MANY:
             return False
-        known = 1.0 - self._lately.now  # of the calls to come, as I. J. Good estimated it for species
-        if known <= 0.0 or not self._soon(now, max(self._all(self.sizes / known, computing), cost)):
+        known = 1.0 - self._novelty.lately  # of the calls to come, as I. J. Good estimated it for species
+        if known <= 0.0 or not self._soon(now, self.sizes / known, computing, cost):
             return False
         once, twice = self._rare()
         unseen = once * (once - 1) / (2 * (twice + 1))
-        return self._soon(now, self._all(self.sizes + unseen, computing))
+        return self._soon(now, self.sizes + unseen, computing)
 
-    def _soon(self, now: float, further: float) -> bool:
-        """Whether so many seconds may be spent at once."""
+    def _soon(self, now: float, sizes: float, computing: bool, least: float = 0.0) -> bool:
+        """Whether all of so many sizes may be captured at once, for `least` seconds or more."""
         # What takes longest to tell comes last: this is asked at each look.
-        if further > self._saves * _SOON or self._purse.debts(now) + further > self._purse.start:
+        further = max(self._all(sizes, computing), least)
+        if further > self._saves * _SOON:
+            return False
+        start = self._purse.start
+        if sizes > _DOZENS:
+            start = min(start, max(_AT_LEAST * start, _START_RAN * self._pace.ran))
+        if self._purse.debts(now) + further > start:
             return False
         usual = self._pace.usual
         return usual is not None and further * usual <= self._saves * _SOON_S
@@ -306,16 +322,16 @@ class Economy:
 
     def _worth(self, runs: int, calls: int, cost: float, computed: bool, learning: bool) -> bool:
         """Whether launches are expected to pay for a capture that can be afforded."""
-        share, saves = self._lately.now, self._saves
+        share, saves = self._novelty.lately, self._saves
         launches = (1.0 - share) / share if share else float("inf")  # till a new size comes
         if cost > self._surplus():  # it is paid for with time that the program would not have lost
             cost = self._cost(True) if learning else cost
             launches = min(launches, float(calls)) / max(self.sizes, 1)
-        elif learning or (computed and not self._computed):
-            return saves > 0.0
+        elif learning or computed:
+            return saves > 0.0 and (share < _NEARLY_ALL or learning or not self._computed)
         # Of the calls at which nobody looked it is expected to have had its part, by Laplace's rule of
         # succession: of many sizes some are looked at twice by chance.
-        part = (runs + 1.0) / (self.sizes / (1.0 - share) + self._looks) if share < 1.0 else 0.0
+        part = (runs + 1.0) / (self.sizes / (1.0 - share) + self._novelty.looks) if share < 1.0 else 0.0
         came = runs + part * self._resting(calls)
         return saves * max(came, launches) >= cost and (saves > 0.0 or not learning)
 
@@ -324,11 +340,14 @@ class Economy:
         if wait <= 0.0:  # it could be had, but sizes come too seldom: that takes as long again to change
             return max(REST_S, min(_REST_RAN * self._pace.ran, _REST_MOST_S))
         rest = min(wait, REST_S)
-        if not self._soon(now, self._all(self.sizes, computing)):  # nor would it be if no further ones came
+        if not self._soon(now, self.sizes, computing):  # nor would it be if no further ones came
             rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
-        gap = self._pace.lately
-        if self._saves and gap is not None and self._launches_so_far():
+        gap, launches = self._pace.lately, self._launches_so_far()
+        if self._saves and gap is not None and launches:
             rest = min(rest, (self.debt + cost) / self._saves * gap)
+            if computing:  # till launches, as they come, have paid for it
+                needed = max(cost - self._surplus(), 0.0) + self.debt
+                rest = min(rest, needed / self._saves * gap * max(self._calls, launches) / launches)
         return rest
 
     def _wait(self, now: float, cost: float) -> float:
@@ -344,7 +363,7 @@ class Economy:
 
     def _resting(self, calls: int) -> int:
         """Calls that were neither launched nor looked at."""
-        return max(calls - self._launches_so_far() - self._looks, 0)
+        return max(calls - self._launches_so_far() - self._novelty.looks, 0)
 
     def _computing_pays(self) -> bool:
         return bool(self._computed) and self._saves >= statistics.median(self._computed)
@@ -356,41 +375,7 @@ class Economy:
             return
         self._pace.passed(more, now)
         self._calls = calls
-        launches, looks = self._counted, self._looked
-        self._counted, self._looked = self._launches_so_far(), self._looks
-        launched, looked = self._counted - launches, self._looks - looks
-        # Of calls that nothing serves only some are looked at. The others' sizes are not known: no larger
-        # part of the launches may count, or it would seem as if hardly any new sizes came.
-        other = max(more - launched, looked)
-        self._seen(launched * looked / other if other else launched)
-
-    def _seen(self, more: float, new: int = 0) -> None:
-        """It was seen which sizes so many more calls had, and how many of them were new."""
-        for share in (self._lately, self._latest_few):
-            share.seen(more, new)
-
-
-class _Share:
-    """Of the calls that were looked at, those with a new size.
-
-    Args:
-        window: calls over which it is averaged.
-    """
-
-    def __init__(self, window: float) -> None:
-        self._window = window
-        self._new = self._weight = 0.0
-
-    def seen(self, more: float, new: int) -> None:
-        """So many more calls, the last ones of them new."""
-        keep = (1.0 - 1.0 / self._window) ** more
-        self._weight = self._weight * keep + self._window * (1.0 - keep)
-        self._new = self._new * keep + new
-
-    @property
-    def now(self) -> float:
-        """1.0 before there was a call."""
-        return min(self._new / self._weight, 1.0) if self._weight else 1.0
+        self._novelty.passed(more, self._launches_so_far())
 
 
 def not_worth() -> Reason:
