@@ -312,13 +312,27 @@ def test_one_thread_at_a_time_sets_and_launches(library: Any) -> None:
     assert wrong == []
 
 
-NUMBERS = ("low", "high", "position", "mapped", "chunk", "handle", "guard", "unit", "further", "count")
+NUMBERS = (
+    "low",
+    "high",
+    "position",
+    "mapped",
+    "chunk",
+    "handle",
+    "guard",
+    "unit",
+    "further",
+    "ahead",
+    "count",
+)
 
 
 class Range:
     """An arena over nothing: mapping is noted, and fails after `room` chunks."""
 
-    def __init__(self, layout: int = 0, size: int = 1 << 30, room: int = 1000, closed: int = 0) -> None:
+    def __init__(
+        self, layout: int = 0, size: int = 1 << 30, room: int = 1000, closed: int = 0, ahead: int = 0
+    ) -> None:
         self.mapped: list[int] = []
 
         def map_chunk(address: int, size: int, offset: int, handle: int, flags: int) -> int:
@@ -335,7 +349,9 @@ class Range:
         low = 1 << 40
         pointers = [ctypes.cast(f, ctypes.c_void_p).value for f in self.keep]
         rule = (UNIT, further(layout))
-        self.state = ArenaState(low, low + size, low, low, 2 << 20, 5, 1 << 16, *rule, 0, 0, *pointers, None)
+        self.state = ArenaState(
+            low, low + size, low, low, 2 << 20, 5, 1 << 16, *rule, ahead, 0, 0, *pointers, None
+        )
 
     def take(self, library: Any, nbytes: int, phase: int = 0) -> int:
         return library.pg_arena_take(ctypes.addressof(self.state), nbytes, phase)
@@ -344,10 +360,13 @@ class Range:
 @given(
     takes=st.lists(st.tuples(st.integers(0, 5 << 20), st.integers(0, 255)), max_size=20),
     layout=st.integers(0, 1),
+    ahead=st.sampled_from([0, 3 << 20, 40 << 20]),
 )
-def test_arena_places_ranges_by_the_rule(library: Any, takes: list[tuple[int, int]], layout: int) -> None:
+def test_arena_places_ranges_by_the_rule(
+    library: Any, takes: list[tuple[int, int]], layout: int, ahead: int
+) -> None:
     """Same gaps, guards, rounding and phase as the rule written in Python."""
-    arena = Range(layout)
+    arena = Range(layout, ahead=ahead)
     for nbytes, phase in takes:
         expected = next_start(arena.state.position, arena.state.guard, layout, phase)
         address = arena.take(library, nbytes, phase)
@@ -361,7 +380,15 @@ def test_arena_places_ranges_by_the_rule(library: Any, takes: list[tuple[int, in
     ends = [arena.state.low, *(end for _, end in arena.opened)]
     assert arena.opened == list(pairwise(ends)), "access to all of them, once for each range"
     assert ends[-1] == arena.state.mapped
-    assert len(arena.opened) <= len(takes)
+    assert len(arena.opened) <= (len(takes) if not ahead else arena.state.position // ahead + 1)
+
+
+def test_no_more_than_there_is_is_mapped_ahead(library: Any) -> None:
+    arena = Range(size=9 << 20, ahead=40 << 20)
+    assert arena.take(library, 1 << 20)
+    assert arena.state.mapped == arena.state.low + (8 << 20)
+    assert arena.take(library, 6 << 20)
+    assert arena.opened == [(arena.state.low, arena.state.low + (8 << 20))]
 
 
 def test_arena_says_no(library: Any) -> None:

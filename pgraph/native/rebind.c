@@ -219,6 +219,7 @@ typedef struct {
     uint64_t guard;    /* bytes left free on either side of each range */
     uint64_t unit;     /* addresses are rounded up to it */
     uint64_t further;  /* and moved on by so much: Note [Two layouts] in pgraph/drivers/interface.py */
+    uint64_t ahead;    /* bytes mapped beyond what is needed, whenever some are: each time takes 0.1 ms */
     uint64_t count;    /* ranges handed out */
     int64_t error;     /* first CUresult other than 0; nothing is taken after it */
     fn_map map;
@@ -237,9 +238,9 @@ uint64_t pg_arena_take(pg_arena *a, uint64_t size, uint64_t phase)
     uint64_t end = start + size + a->guard;
     if (end > a->high)
         return 0;
-    uint64_t first = a->mapped;
+    uint64_t first = a->mapped, wanted = first < end ? end + a->ahead : first;
     int rc = a->error ? (int)a->error : 0; /* what was mapped then may have no access */
-    while (!rc && a->mapped < end) {
+    while (!rc && (a->mapped < end || (a->mapped < wanted && a->mapped + a->chunk <= a->high))) {
         rc = a->map(a->mapped, a->chunk, 0, a->handle, 0);
         if (!rc)
             a->mapped += a->chunk;

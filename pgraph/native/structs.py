@@ -113,6 +113,7 @@ class ArenaState(ctypes.Structure):
         ("guard", ctypes.c_uint64),
         ("unit", ctypes.c_uint64),
         ("further", ctypes.c_uint64),
+        ("ahead", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
         ("error", ctypes.c_int64),
         ("map", ctypes.c_void_p),

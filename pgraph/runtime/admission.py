@@ -198,7 +198,7 @@ class Admission:
         if not compat.alone() or any(map(compat.awaits_tuning, self.code.namespaces)):
             return
         before, start = self._stats.computed, time.perf_counter()
-        with compat.unwatched():
+        with compat.unwatched(), self._driver.capture_lock():
             for guards, args in ahead.expected():
                 if self._computer is None or not self._computer.covers(args, guards.alignments):
                     continue

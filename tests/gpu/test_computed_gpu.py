@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,12 +210,16 @@ def tuned_otherwise() -> int:
     for kernel in (
         value for space in namespaces for value in space.values() if compat.is_triton_kernel(value)
     ):
-        if len(kernel.launchers) == 1 < len(kernel.compile_results):
-            (before,) = kernel.launchers
-            kernel._make_launchers()
-            others = [one for one in kernel.launchers if one.config.kwargs != before.config.kwargs]
-            kernel.launchers = [*others, before][:1]
-            count += bool(others)
+        if len(kernel.launchers) != 1:
+            continue
+        (before,) = kernel.launchers
+        config = copy.deepcopy(before.config)
+        if "XBLOCK" in config.kwargs:
+            config.kwargs["XBLOCK"] = config.kwargs["XBLOCK"] // 2 or 2
+            if kernel.fn.fn is None:  # it was compiled by another process
+                kernel.fn = kernel._reload_kernel().fn
+            kernel.launchers = [kernel._precompile_config(config).make_launcher()]
+            count += 1
     return count
 
 
@@ -235,6 +240,27 @@ def test_kernels_that_are_tuned_anew(name: str) -> None:
             assert_same(f"{name}, {n} rows", got, want, eager, exact=False)
         assert tuned_otherwise() > 0
     assert [computer.reason for computer in computers()] == [None] * len(computers()), explain()
+
+
+@pytest.mark.usefixtures("_full")
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_that_are_computed_ahead_are_right(name: str, train: bool) -> None:
+    """From the third size on, those between the smallest and the largest are launched at their first call."""
+    make, dtype = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(DEVICE, dtype).train(train)
+    plain = torch.compile(model, dynamic=True)
+    compiled = compile_pgraph(model, dynamic=True)
+    for n in (137, 25, 61, 136, 24, 72, *range(33, 101, 4), *range(32, 136, 8)):
+        x = randn(n, WIDE, dtype=dtype)
+        got = step(compiled, x.clone(), train=train)
+        want = step(plain, x.clone(), train=train)
+        eager = step(model, x.clone(), train=train)
+        assert_same(f"{name}, {n} rows", got, want, eager, exact=False)
+    told = [partition.stats for partition in registry.live_capturable() if partition.stats.launches]
+    assert told, explain()
+    assert all(stats.ahead > 0 and stats.captures == stats.computed for stats in told), explain()
 
 
 _tables: dict[int, Tensor] = {}

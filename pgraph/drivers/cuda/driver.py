@@ -60,16 +60,23 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream | None = None
         self._ledger = PeakLedger(quantities=2)
+        self._peaks_kept = False  # whoever holds the lock first makes them right, once
         self._counting = Counting()
 
     @contextlib.contextmanager
     def capture_lock(self) -> Iterator[None]:
         with _CAPTURE_LOCK:
-            before = self._peaks()
-            yield
-            # Not after a failure: the error's frames still hold ghosts.
-            if self._peaks() != before:
-                self._restore(before)
+            if self._peaks_kept:
+                yield
+                return
+            before, self._peaks_kept = self._peaks(), True
+            try:
+                yield
+                # Not after a failure: the error's frames still hold ghosts.
+                if self._peaks() != before:
+                    self._restore(before)
+            finally:
+                self._peaks_kept = False
 
     def _restore(self, peaks: tuple[int, int]) -> None:
         try:

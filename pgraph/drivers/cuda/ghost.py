@@ -38,6 +38,9 @@ _START = 0x5000_0000
 _STRIDE = 8 << 30
 _arenas = itertools.count()
 _GUARD = 256 << 10
+_AHEAD = 128 << 20
+"""Bytes mapped beyond what is needed whenever some are. Each time takes 0.1 ms, or 0.14 ms for four chunks
+(H200): to record the library calls of one size took 20 % longer without."""
 
 
 class CudaArena(Arena):
@@ -86,6 +89,7 @@ class CudaArena(Arena):
             guard=_GUARD,
             unit=UNIT,
             further=further(layout),
+            ahead=_AHEAD,
             map=ctypes.cast(libcuda.cuMemMap, ctypes.c_void_p).value,
             access=ctypes.cast(libcuda.cuMemSetAccess, ctypes.c_void_p).value,
             desc=self._access.getPtr(),
@@ -136,7 +140,8 @@ class CudaArena(Arena):
         if end > s.high or s.error:
             return 0
         first = s.mapped
-        while not s.error and s.mapped < end:
+        wanted = end + s.ahead if first < end else first
+        while not s.error and (s.mapped < end or (s.mapped < wanted and s.mapped + s.chunk <= s.high)):
             s.error = cu.cuMemMap(s.mapped, s.chunk, 0, self._handle, 0)[0].value
             s.mapped += 0 if s.error else s.chunk
         if not s.error and s.mapped > first:
