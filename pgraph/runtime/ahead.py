@@ -35,7 +35,7 @@ SHARE: Final = 0.16
 """Of the time that Inductor took for a partition: a twentieth of what the program waited for it (training of
 a model of six blocks, H200: 79 s, of which Inductor took 25 for four partitions)."""
 
-_LEAST_S: Final = 0.5
+_LEAST_S: Final = 0.75
 """Seconds, however soon it was compiled: code may come from a cache."""
 
 _MOST_S: Final = 3.0
