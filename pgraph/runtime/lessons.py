@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 Teach = Callable[[Sequence[Any], Sequence[Any], Sequence[int]], None]
 """(stand-ins, these as a capture takes them, alignments); see `pgraph.capture.build.teach`."""
 
-_SHARE: Final = 0.05
-"""Of the time that it took to compile a partition."""
+_SHARE: Final = 0.1
+"""Of the time that Inductor took for a partition, which is about a third of what the program waited."""
 
-_LEAST_S: Final = 0.5
-"""Seconds that lessons may take however soon it was compiled: code may come from a cache."""
+_LEAST_S: Final = 1.5
+"""Seconds that lessons may take however soon it was compiled: code may come from a cache, and Inductor makes
+the kernels of all layers once. Of fewer lessons than there are sizes nothing is learned."""
 
 
 class Lessons:

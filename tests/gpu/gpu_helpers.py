@@ -32,6 +32,11 @@ def compile_pgraph(fn: Any, *, dynamic: bool | None = False, **options: Any) -> 
     return torch.compile(fn, backend=backend, dynamic=dynamic, options=options or None)
 
 
+def pools() -> set[tuple[int, ...]]:
+    """Ids of the allocator's pools that hold memory. Graphs of other tests in this process may have some."""
+    return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+
+
 def randn(*size: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
     """Normal numbers on the GPU."""
     return torch.randn(size, device=DEVICE).to(dtype).requires_grad_(grad)
