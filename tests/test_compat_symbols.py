@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # no stubs
 import torch
 from support_dynamo import heard_by
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from pgraph import compat
+from pgraph.compat import symbols
 
 
 def test_sizes_that_were_marked_unbacked() -> None:
@@ -110,6 +113,40 @@ def test_other_numbers_of_sizes_that_are_equal() -> None:
     fn(torch.ones(2, 300), torch.ones(300))
     fn(torch.ones(6, 9), torch.ones(6, 9))
     assert [len(found) for found in compiled] == [3, 3]
+
+
+def test_what_is_assumed_later_counts_too() -> None:
+    """As by a backward that is compiled after its forward; from the first question on nothing more does."""
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        rows = next(n for n in numbers_of(gm) if isinstance(n, torch.SymInt))
+        found.append(compat.SymbolicNumbers([rows]))
+        assert rows % 4 == 0
+        return gm
+
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.ones(24))
+    (told,) = found
+    (name,) = told.symbols
+    assert [n for n in range(2, 20) if told.hold({name: n})] == [4, 8, 12, 16]
+    assert {values[name] % 4 for values in told.made_up(3)} == {0}
+
+
+def test_expressions_as_sympy_evaluates_them() -> None:
+    """Also where the code that it prints is another expression."""
+    n, m = sympy.symbols("n m", integer=True, positive=True)
+    expressions = [
+        Mod(FloorDiv(n, 4), FloorDiv(n, 3) * FloorDiv(m, 2) + 1),
+        sympy.Eq(FloorDiv(n * m, FloorDiv(n, 2) + 1), sympy.Max(n, m)),
+        sympy.Ne(PythonMod(n, 7), m**2 - 3 * n),
+        sympy.And(n >= m, sympy.Or(n < 9, m > 3)),
+        n * (m + 1) - 5,
+    ]
+    for a in range(2, 14):
+        for b in range(1, 9):
+            for expression in expressions:
+                found = symbols._function(expression)({"n": a, "m": b})
+                assert found == expression.subs({n: a, m: b})
 
 
 def test_no_other_numbers() -> None:

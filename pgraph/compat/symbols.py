@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -43,8 +44,9 @@ _STEPS: Final = (-1, -8, 0, -3, -16, 8, -32, 16, 1, 32, -64, 64, -128, 128)
 
 
 class SymbolicNumbers:
-    """Numbers of a trace, some of them symbolic, where its symbols have other values; 2.11, 2.13, 2.15. No
-    more of the trace is kept than expressions.
+    """Numbers of a trace, some of them symbolic, where its symbols have other values; 2.11, 2.13, 2.15. What
+    the trace has assumed is read when it is first asked for: a backward that is compiled later may assume
+    more. From then on no more of the trace is kept than expressions.
 
     Args:
         values: symbolic numbers, and others.
@@ -64,11 +66,10 @@ class SymbolicNumbers:
         if not known.keys() >= set(found):
             return
         self.symbols = {str(symbol): int(known[symbol]) for symbol in found}
-        self._ranges = {str(symbol): env.var_to_range[symbol] for symbol in found}
         self._numbers = [_function(v.node.expr if isinstance(v, torch.SymInt) else v) for v in values]
-        guards = [guard.expr for guard in env.guards if not guard.expr.free_symbols.isdisjoint(found)]
-        replaced = dict.fromkeys(_replaced(guard, env.replacements, found, known) for guard in guards)
-        self._guards = [_function(guard) for guard in replaced]
+        self._assumed: Callable[[], tuple[dict[str, Any], list[_Evaluate]]] = functools.cache(
+            functools.partial(_assumed, [env], found, known)
+        )
 
     def made_up(self, count: int) -> list[dict[str, int]]:
         """Values by name: those of the trace, then up to `count` others for which `hold` is true. No symbol
@@ -77,7 +78,7 @@ class SymbolicNumbers:
         if not self.symbols:
             return []
         found, chosen = [self.symbols], random.Random(0)
-        varying = [name for name, within in self._ranges.items() if not within.is_singleton()]
+        varying = [name for name, within in self._assumed()[0].items() if not within.is_singleton()]
         for _ in range(_TRIED if varying else 0):
             moved = {name: _moved(self.symbols[name], chosen.choice(_STEPS)) for name in varying}
             if any(moved[name] == other[name] for name in varying for other in found):
@@ -94,10 +95,11 @@ class SymbolicNumbers:
         Args:
             values: of each symbol, by name.
         """
-        if any(values[name] not in within for name, within in self._ranges.items()):
+        ranges, guards = self._assumed()
+        if any(values[name] not in within for name, within in ranges.items()):
             return False
         with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):  # such sizes cannot be
-            return all(holds(values) == True for holds in self._guards)  # noqa: E712 - sympy's
+            return all(holds(values) == True for holds in guards)  # noqa: E712 - sympy's
         return False
 
     def at(self, values: Mapping[str, int]) -> list[int]:
@@ -138,6 +140,21 @@ def _function(expression: Any) -> _Evaluate:
     operation = _OPERATIONS.get(expression.func, expression.func)
     parts = [_function(part) for part in expression.args]
     return lambda values: operation(*[part(values) for part in parts])
+
+
+def _assumed(
+    trace: list[Any], symbols: Sequence[Any], known: Mapping[Any, Any]
+) -> tuple[dict[str, Any], list[_Evaluate]]:
+    """Ranges of symbols, by name, and guards.
+
+    Args:
+        trace: its `ShapeEnv`, which is taken out: it is not kept any longer.
+    """
+    env = trace.pop()
+    ranges = {str(symbol): env.var_to_range[symbol] for symbol in symbols}
+    guards = [guard.expr for guard in env.guards if not guard.expr.free_symbols.isdisjoint(symbols)]
+    replaced = dict.fromkeys(_replaced(guard, env.replacements, symbols, known) for guard in guards)
+    return ranges, [_function(guard) for guard in replaced]
 
 
 def _replaced(

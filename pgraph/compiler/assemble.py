@@ -188,7 +188,7 @@ def _lessons(
     options, ahead = context.options, None
     if context.driver.host_times and options.max_captures is None:
         ahead = Ahead(family, came, options.capture_sizes, compile_s)
-    return Lessons(family.made_up(), compile_s, ahead)
+    return Lessons(family, compile_s, ahead)
 
 
 def _watched(context: Context, module: GraphModule, lazy: Iterable[int]) -> dict[int, Trait]:

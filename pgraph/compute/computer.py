@@ -8,6 +8,7 @@ memory of the program's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Hashable, Sequence
@@ -48,6 +49,10 @@ _DIFFERENT: Final = 4
 
 _ALIGNED: Final = 16
 """Bytes. Inductor's code makes copies of inputs that are aligned to less."""
+
+
+class _ToldError(Exception):
+    """Library calls that are not known were told."""
 
 
 class Computer:
@@ -124,6 +129,26 @@ class Computer:
             return None
         self._failures, self.latest = 0, None
         return found
+
+    def look_ahead(self, cases: Sequence[tuple[Sequence[Any], Sequence[int]]]) -> None:
+        """Record the library calls of several sizes in one capture, as far as they can be told: to begin and
+        end one takes as long as the calls of a size.
+
+        Args:
+            cases: inputs and their alignments.
+        """
+        script = self._script
+        if script is None or self.learning:
+            return
+        missing: list[LibraryCall] = []
+        try:
+            for inputs, alignments in cases:
+                with contextlib.suppress(_ToldError):
+                    self._evaluated(script, inputs, alignments, self._node, told=missing)
+            if missing:
+                self._sites.record(missing)
+        except Exception as e:  # each size is tried by itself
+            log.debug("no calls were recorded ahead: %s: %s", type(e).__name__, str(e))
 
     def begin(self, inputs: Sequence[Any]) -> bool:
         """Follow the code, at a call of the program's; else that is done when there are two captures.
@@ -272,17 +297,19 @@ class Computer:
         node: Any,
         *,
         alone: bool = False,
+        told: list[LibraryCall] | None = None,
     ) -> Proved:
         """What a script gives; library calls that were not known are recorded.
 
         Args:
             alone: each event is evaluated, however like another one it is.
+            told: is given these calls in the place of that.
 
         Raises:
             NotComputableError: see `evaluate`.
+            _ToldError: there are such calls, and they were told.
         """
-        told = compat.library_settings()
-        settings = self._settings.setdefault(told, len(self._settings))
+        settings = self._settings.setdefault(compat.library_settings(), len(self._settings))
         missing: list[LibraryCall] = []
 
         def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
@@ -293,6 +320,9 @@ class Computer:
             return found
 
         def record() -> list[Proved | None]:
+            if told is not None:
+                told.extend(missing)
+                raise _ToldError
             self._sites.record(missing, whole=self._checking or self.learning)
             found = [self._sites.get(call) for call in missing]
             missing.clear()

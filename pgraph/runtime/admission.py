@@ -198,16 +198,9 @@ class Admission:
         if not compat.alone() or any(map(compat.awaits_tuning, self.code.namespaces)):
             return
         before, start = self._stats.computed, time.perf_counter()
+        assert self._computer is not None, "it has learned"
         with compat.unwatched(), self._driver.capture_lock():
-            for guards, args in ahead.expected():
-                if self._computer is None or not self._computer.covers(args, guards.alignments):
-                    continue
-                if not self._cache.room.fits():
-                    break
-                specialization = self._cache.expected(guards)
-                if specialization is not None:
-                    specialization.foreseen = self._sizes.of(args)
-                    ahead.computed(self._compute(specialization, args))
+            ahead.compute(self._computer, self._cache, self._sizes, self._compute)
         count, seconds = self._stats.computed - before, time.perf_counter() - start
         log.info("%s: %s computed ahead in %.0f ms", self._stats.name, amount(count, "size"), seconds * 1e3)
 

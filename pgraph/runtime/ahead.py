@@ -21,11 +21,15 @@ import logging
 import math
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from pgraph.compute.computer import Computer
 from pgraph.compute.stand_ins import Family
 from pgraph.launch.guards import Guards, ValueGuard
+from pgraph.runtime.cache import SpecializationCache
+from pgraph.runtime.sizes import Sizes
+from pgraph.runtime.specialization import Specialization
 
 __all__ = ["Ahead"]
 
@@ -35,7 +39,7 @@ SHARE: Final = 0.16
 """Of the time that Inductor took for a partition: a twentieth of what the program waited for it (training of
 a model of six blocks, H200: 79 s, of which Inductor took 25 for four partitions)."""
 
-_LEAST_S: Final = 0.75
+_LEAST_S: Final = 1.5
 """Seconds, however soon it was compiled: code may come from a cache."""
 
 _MOST_S: Final = 3.0
@@ -52,8 +56,9 @@ _MOST: Final = 4096
 _SPREAD: Final = 12
 """Times as many sizes as can be computed: beyond that, too few of them would come."""
 
-_ENOUGH: Final = 8
-"""Sizes, which tell how long others take. The first ones take longer."""
+_TOGETHER: Final = 8
+"""Sizes whose library calls are recorded in one capture. They tell how long others take: the first ones take
+longer."""
 
 _VAIN: Final = 3
 """Sizes in a row that could not be computed, after which no further one is tried."""
@@ -79,7 +84,7 @@ class Ahead:
         self._told = 0  # values that there were when it was looked at last
         self._stand_ins: Sequence[Any] = ()
         self._guards: Guards | None = None
-        self._vain = 0
+        self._every = 0  # sets of sizes
         if not self._came or len(self._came) < len(family.symbols):
             self.end()
 
@@ -116,38 +121,61 @@ class Ahead:
             not self.over and told > self._told and (bool(self._listed) or max(map(len, self._came)) >= _FEW)
         )
 
-    def expected(self) -> Iterator[tuple[Guards, list[Any]]]:
-        """The guards of sizes to expect, and stand-ins for arguments, as long as there is time for them."""
+    def compute(
+        self,
+        computer: Computer,
+        cache: SpecializationCache,
+        sizes: Sizes,
+        compute: Callable[[Specialization, list[Any]], bool],
+    ) -> None:
+        """Compute recordings of sizes to expect, as long as there is time and room for them.
+
+        Args:
+            computer, cache, sizes: of the partition.
+            compute: makes a specialization launchable, for such arguments, if it can.
+        """
+        start, vain = time.perf_counter(), 0
+        for looked_at, together in self._expected():
+            further = [(guards, args) for guards, args in together if not cache.knows(guards)]
+            cases = [(args, guards.alignments) for guards, args in further]
+            if not all(computer.covers(*case) for case in cases):
+                return self.end()
+            computer.look_ahead(cases)
+            for guards, args in further:
+                if time.perf_counter() - start >= self._left_s or not cache.room.fits():
+                    return self.end()
+                specialization = cache.expected(guards, sizes.of(args))
+                vain = 0 if compute(specialization, args) else vain + 1
+                if vain >= _VAIN:
+                    return self.end()
+            spent = time.perf_counter() - start
+            if spent * (1.0 - looked_at) / looked_at > _SPREAD * self._limit_s:
+                log.debug("%d sizes are too many to compute some of them ahead", self._every)
+                return self.end()
+        self._left_s -= time.perf_counter() - start
+        return None
+
+    def _expected(self) -> Iterator[tuple[float, list[tuple[Guards, list[Any]]]]]:
+        """Of sizes to expect the guards, and stand-ins for arguments, some at a time; and which part of all
+        sets of sizes was looked at by then.
+        """
         assert self._guards is not None
         self._told = sum(map(len, self._came))
         ranges = [self._range(sorted(came)) for came in self._came]
-        every = math.prod(map(len, ranges))
-        if not 1 < every <= _MOST:
+        self._every = math.prod(map(len, ranges))
+        if not 1 < self._every <= _MOST:
             return
         sets = list(itertools.product(*ranges))
         random.Random(0).shuffle(sets)
-        found, start = 0, time.perf_counter()
+        together: list[tuple[Guards, list[Any]]] = []
         for looked_at, values in enumerate(sets, 1):
             sizes = self._family.at(dict(zip(self._family.symbols, values, strict=True)))
-            if sizes is None:
-                continue
-            found += 1
-            arguments = sizes.like(self._stand_ins)
-            yield _guards_like(self._guards, arguments), arguments
-            spent = time.perf_counter() - start
-            further = (every - looked_at) * found / looked_at
-            if found >= _ENOUGH and spent / found * further > _SPREAD * self._limit_s:
-                log.debug("%d sizes are too many to compute some of them ahead", every)
-                self.end()
-            if spent >= self._left_s:
-                break
-        self._left_s -= time.perf_counter() - start
-
-    def computed(self, done: bool) -> None:
-        """Tell whether the size that was given last could be."""
-        self._vain = 0 if done else self._vain + 1
-        if self._vain >= _VAIN:
-            self.end()
+            if sizes is not None:
+                arguments = sizes.like(self._stand_ins)
+                together.append((_guards_like(self._guards, arguments), arguments))
+            if together and (len(together) == _TOGETHER or looked_at == self._every):
+                yield looked_at / self._every, together
+                together = []
 
     def _range(self, came: Sequence[int]) -> Sequence[int]:
         if self._listed:

@@ -197,9 +197,15 @@ class SpecializationCache:
                 return specialization
         return None
 
-    def expected(self, guards: Guards) -> Specialization | None:
-        """One for sizes that have not come yet (Note [Computed ahead]); None if they have."""
-        return self._new(guards, None, came=False) if guards not in self._known else None
+    def knows(self, guards: Guards) -> bool:
+        """Whether there is one with these guards."""
+        return guards in self._known
+
+    def expected(self, guards: Guards, sizes: tuple[int, ...]) -> Specialization:
+        """One for sizes that have not come yet (Note [Computed ahead])."""
+        found = self._new(guards, None, came=False)
+        found.foreseen = sizes
+        return found
 
     def forget(self, specialization: Specialization, *, told: bool = False) -> None:
         """It has no capture, and goes.

@@ -20,8 +20,8 @@ speed after some hundred calls, and would be after minutes. How many sizes there
 ones came of late, and by how many came but once or twice (A. Chao's estimate, 1984): where most calls have
 one size, and each of the others another one, hardly a new one comes, and there are hundreds. Soon is after
 a thousand launches, and after `_SOON_S` of the program: code that a program seldom calls, such as Inductor's
-for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Of
-hundreds of sizes (lengths in training) only so many may come at once as no step count would show.
+for lengths that are multiples of eight, may have few sizes, and saves next to nothing of the whole. Training
+on hundreds of lengths goes by the rule.
 
 How long a program has run, but for when it waited or compiled, and how often it calls a partition, is told by
 `pgraph.runtime.pace`.
@@ -67,7 +67,7 @@ _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
 
 _FIRST_FEW: Final = 3
-"""Recordings computed, before which none tells alone what the next one costs."""
+"""Recordings computed, and runs, before which none tells alone what the next one costs."""
 
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
@@ -77,10 +77,8 @@ _SOON_S: Final = 5.0
 too, where a server gains as much."""
 
 _DOZENS: Final = 64
-"""Sizes. Of more, `_AT_LEAST` of `START_S` may be spent at once, or `_START_RAN` of the program's time: in
-training on hundreds of lengths all of it would be some per cent of hundreds of steps."""
-
-_AT_LEAST, _START_RAN = 0.3, 0.05
+"""Sizes. Where more are to be expected, as in training on hundreds of lengths, what they cost at once would
+be some per cent of hundreds of steps."""
 
 _NEARLY_ALL: Final = 0.75
 """Where so many of the calls that are looked at bring new sizes, what one saves is not spent on others."""
@@ -147,7 +145,7 @@ class Economy:
         self._pace = Pace()
         self._saves = self._spent = 0.0
         self._novelty = Novelty()
-        self.sizes = self._made = self._again = self._calls = 0
+        self.sizes = self._made = self._again = self._calls = self._foreseen = 0
         self.rests_until = float("-inf")
         self.few = self._learning = False  # the latter as it was told last
 
@@ -204,6 +202,7 @@ class Economy:
     def foreseen(self, seconds: float) -> None:
         """A recording was computed before its size came: part of the compilation (Note [Computed ahead])."""
         self._computed.append(seconds)
+        self._foreseen += 1
 
     def wasted(self, seconds: float) -> None:
         """Time was spent on a size that has never run, and no capture came of it."""
@@ -224,7 +223,10 @@ class Economy:
         if not self._own or 2 * sum(self._behind) > len(self._behind):
             self._saves = 0.0
         else:
-            self._saves = max(min(self._own) - min(self._launches, default=0.0), 0.0)
+            runs = [*self._own]
+            if len(runs) < _FIRST_FEW:  # even the fastest may be a slow one; first runs are no faster
+                runs += self._firsts
+            self._saves = max(min(runs) - min(self._launches, default=0.0), 0.0)
 
     @property
     def debt(self) -> float:
@@ -306,10 +308,7 @@ class Economy:
         further = max(self._all(sizes, computing), least)
         if further > self._saves * _SOON:
             return False
-        start = self._purse.start
-        if sizes > _DOZENS:
-            start = min(start, max(_AT_LEAST * start, _START_RAN * self._pace.ran))
-        if self._purse.debts(now) + further > start:
+        if sizes + self._foreseen > _DOZENS or self._purse.debts(now) + further > self._purse.start:
             return False
         usual = self._pace.usual
         return usual is not None and further * usual <= self._saves * _SOON_S

@@ -19,7 +19,7 @@ from typing import Any, Final
 from pgraph import compat
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.stand_ins import ArgumentSizes, operands
+from pgraph.compute.stand_ins import ArgumentSizes, Family, operands
 from pgraph.drivers.interface import Driver
 from pgraph.launch.guards import Guards
 from pgraph.runtime.ahead import Ahead
@@ -45,7 +45,7 @@ class Lessons:
     """Of one partition. Called with its lock held, but for `due`, which is read without it.
 
     Args:
-        sizes: as they were traced, then others.
+        family: of the sizes of its arguments.
         compile_s: seconds that it took to compile the partition.
         ahead: sizes to compute once there is nothing more to learn, if that is wanted.
 
@@ -53,8 +53,9 @@ class Lessons:
         due: they can be given once the call is over.
     """
 
-    def __init__(self, sizes: Sequence[ArgumentSizes], compile_s: float, ahead: Ahead | None = None) -> None:
-        self._sizes, self._ahead = sizes, ahead
+    def __init__(self, family: Family, compile_s: float, ahead: Ahead | None = None) -> None:
+        self._family, self._ahead = family, ahead
+        self._sizes: tuple[ArgumentSizes, ...] | None = None  # as they were traced, then others
         self._limit_s = max(_LEAST_S, _SHARE * compile_s)
         self._stand_ins: list[list[Any]] = []
         self._guards: Guards | None = None
@@ -72,11 +73,13 @@ class Lessons:
         """
         if self.due:
             return True
-        if not self._sizes:
+        if not self._family.symbols:
             return False
         if not compat.alone():
             return True  # later; numbers may be symbols
-        if computer is None or not computer.begin(args):
+        if self._sizes is None:  # not before now: compiling is over
+            self._sizes = self._family.made_up()
+        if not self._sizes or computer is None or not computer.begin(args):
             return False
         if not self._sizes[0].are_of(args):
             return True
