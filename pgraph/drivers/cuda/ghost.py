@@ -62,13 +62,7 @@ class CudaArena(Arena):
         self._device = device
         self._layout = layout
         self._direct = 0
-        self._access = cu.CUmemAccessDesc()
-        prop = cu.CUmemAllocationProp()
-        prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        prop.location.id = device.index
-        self._access.location = prop.location
-        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        prop, self._access = _on_device(device.index)
         self._chunk, self._handle = _physical(prop)
         try:
             (base,) = check(cu.cuMemAddressReserve(_RESERVE, 0, _HINT[layout], 0))
@@ -77,7 +71,6 @@ class CudaArena(Arena):
             raise
         self._base = self.low = int(base)
         self.high, self.guard = self._base + _RESERVE, _GUARD
-        libcuda = ctypes.CDLL("libcuda.so.1")
         self.low = self._base + _START + next(_arenas) % (_RESERVE // 2 // _STRIDE) * _STRIDE
         self.state = ArenaState(
             low=self.low,
@@ -90,8 +83,7 @@ class CudaArena(Arena):
             unit=UNIT,
             further=further(layout),
             ahead=_AHEAD,
-            map=ctypes.cast(libcuda.cuMemMap, ctypes.c_void_p).value,
-            access=ctypes.cast(libcuda.cuMemSetAccess, ctypes.c_void_p).value,
+            **_functions(),
             desc=self._access.getPtr(),
         )
 
@@ -167,6 +159,26 @@ class CudaArena(Arena):
         if mapped and cu.cuMemUnmap(self.low, mapped)[0] != cu.CUresult.CUDA_SUCCESS:
             for address in range(self.low, self.state.mapped, self._chunk):
                 check(cu.cuMemUnmap(address, self._chunk))
+
+
+@functools.cache
+def _on_device(index: int) -> tuple[Any, Any]:
+    """What the driver is told of memory on a device: what is allocated, and who may use it."""
+    prop, access = cu.CUmemAllocationProp(), cu.CUmemAccessDesc()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = index
+    access.location = prop.location
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return prop, access
+
+
+@functools.cache
+def _functions() -> dict[str, int | None]:
+    """Addresses of the driver functions that the native helper calls."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    calls = {"map": lib.cuMemMap, "access": lib.cuMemSetAccess}
+    return {name: ctypes.cast(call, ctypes.c_void_p).value for name, call in calls.items()}
 
 
 def _physical(prop: Any) -> tuple[int, Any]:
