@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pgraph.drivers.execs import Shelf
@@ -77,7 +78,7 @@ class SpecializationCache:
         self.lock = threading.RLock()
         self._asked = self._told = 0  # how often one was asked for; launches when one was last told
         self.captured = Captured()
-        self.set_aside = self._gains = self._tries = False
+        self.set_aside = self._gains = self._tries = self._adding = False
         for budget in self._budgets:
             budget.join(self)
 
@@ -351,7 +352,21 @@ class SpecializationCache:
         self._stats.exec_bytes = self.room.holdings.exec_bytes
         self._stats.recipe_bytes = self.room.holdings.takes("recipes")
 
+    @contextlib.contextmanager
+    def several(self) -> Iterator[None]:
+        """In this block several are added: they can be launched from its end on. To see to that for each of
+        them takes the longer the more there are.
+        """
+        self._adding = True
+        try:
+            yield
+        finally:
+            self._adding = False
+            self._renew()
+
     def _renew(self) -> None:
+        if self._adding:
+            return
         captured = self._captured()
         self._tries = any(s.trial is not None for s in captured)
         self.captured = Captured([s for s in captured if s.trial is None], self.captured)
