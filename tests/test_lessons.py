@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pgraph
 from pgraph import compat
 from pgraph.capture import build
+from pgraph.compiler import assemble
 from pgraph.compute import computer as computers_module
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
@@ -205,6 +206,21 @@ def test_a_mode_of_the_users_sees_no_lessons(taught: list[list[Any]]) -> None:
     assert step(30, nothing) == 0
     (backward,) = [p for p in registry.live_capturable() if p.name.startswith("backward")]
     assert (backward.stats.captures, backward.stats.computed) == (2, 1)
+
+
+def test_helpers_are_there_before_lessons(monkeypatch: pytest.MonkeyPatch, taught: list[list[Any]]) -> None:
+    """To build them may take longer than lessons may, in a process that is the first to need them."""
+    before: list[int] = []
+    real = assemble.ghosts.calls
+
+    def calls() -> Any:
+        before.append(len(taught))
+        return real()
+
+    monkeypatch.setattr(assemble.ghosts, "calls", calls)
+    call(compiled(), (6,))
+    assert before[0] == 0
+    assert len(taught) == 3
 
 
 def test_lessons_are_given_once(taught: list[list[Any]]) -> None:

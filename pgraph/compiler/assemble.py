@@ -18,6 +18,7 @@ from pgraph.compiler.borders import Borders
 from pgraph.compiler.context import Context, Memory
 from pgraph.compute.stand_ins import Family
 from pgraph.launch.guards import Trait, lazy_bits, lazy_bits_and_type, storage_facts
+from pgraph.native import ghosts, libraries
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
 from pgraph.partition.extract import SplitPlan, twin
@@ -183,6 +184,10 @@ def _lessons(
     context: Context, given: Sequence[Any], varying: Sequence[Dimension], compile_s: float
 ) -> Lessons:
     assert context.driver is not None, "only graphs on a device are assembled"
+    # A compiler may have to run for the helpers: not in the time that lessons may take.
+    ghosts.calls()
+    if context.driver.device.type == "cuda":
+        libraries.load_workspaces()
     family = Family(given)
     came = {d.symbol: d.came for d in varying if d.symbol is not None}
     options, ahead = context.options, None
