@@ -15,6 +15,7 @@ from torch import Tensor
 import pgraph
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.sites import Sites
+from pgraph.compute.stand_ins import Family
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.interface import Driver
 from pgraph.runtime import admission, ahead, registry
@@ -181,6 +182,25 @@ def test_a_size_in_vain_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(s.standing.runs for s in partitions()[0].specializations())
     assert len(stats().standings) == len(partitions()[0].specializations())
     assert {n for n, _ in stats().met.sizes} == {20, 12, 16, 13, 19}
+
+
+@pytest.mark.parametrize("where", ["guards", "sizes", "lock"])
+def test_whatever_is_in_the_way_a_program_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("nobody expects it")
+
+    model = compiled()
+    call(model, (20, 12))
+    owner, name = {
+        "guards": (ahead, "_guards_like"),
+        "sizes": (Family, "at"),
+        "lock": (HostDriver, "capture_lock"),
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        call(model, (16,))
+    assert not {13, 14, 15, 17, 18, 19} & set(known())
+    call(model, (14, 13, 20))
 
 
 def test_memory_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:

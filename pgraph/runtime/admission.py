@@ -199,8 +199,12 @@ class Admission:
             return
         before, start = self._stats.computed, time.perf_counter()
         assert self._computer is not None, "it has learned"
-        with compat.unwatched(), self._driver.capture_lock(), self._cache.several():
-            ahead.compute(self._computer, self._cache, self._sizes, self._compute)
+        try:
+            with compat.unwatched(), self._driver.capture_lock(), self._cache.several():
+                ahead.compute(self._computer, self._cache, self._sizes, self._compute)
+        except Exception as e:  # whatever it was: sizes are looked at as they come
+            log.debug("%s: no sizes ahead: %s: %s", self._stats.name, type(e).__name__, str(e))
+            ahead.end()
         count, seconds = self._stats.computed - before, time.perf_counter() - start
         log.info("%s: %s computed ahead in %.0f ms", self._stats.name, amount(count, "size"), seconds * 1e3)
 
