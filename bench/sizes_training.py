@@ -14,7 +14,7 @@ from sizes_run import Run, Tokens, apart, compiled, draw, ended, llama, result, 
 from torch import Tensor
 
 PIECE = 10  # steps of each backend in turn, where two run beside one another
-AGAIN, EARLY = 2, 500  # so many programs before, of so many steps. With 4 it took more than 330 s (H200)
+AGAIN, EARLY = 1, 500  # so many programs before, of so many steps. With 2 it took 290 to 340 s (H200)
 
 
 class Training:
@@ -205,8 +205,8 @@ def lengths_beside(place: Place, cudnn: bool) -> Figures:
     two comes first. And pgraph's clock stands still while the reference runs: what captures may cost is a
     share of the time of pgraph's own program.
 
-    In the first seconds a core that is slow for a moment is all that would be seen. So some programs run
-    beforehand that end after `EARLY` steps (`again`), each with nothing captured.
+    In the first seconds a core that is slow for a moment is all that would be seen. So another program runs
+    beforehand that ends after `EARLY` steps (`again`), with nothing captured.
 
     Args:
         cudnn: see `lengths_of`.
