@@ -117,3 +117,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
     for name in set(sys.modules) - before:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(tuple(folders)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's own sizes teach how others are computed, as they do where lessons fail (`test_lessons`)."""
+    from pgraph.compute.stand_ins import Family
+
+    monkeypatch.setattr(Family, "made_up", lambda family: ())

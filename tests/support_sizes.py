@@ -10,6 +10,10 @@ from support import host, same
 from torch import Tensor
 
 import pgraph
+from pgraph.compute.computer import Computer
+from pgraph.runtime import registry
+
+WARM = (3, 3, 5, 5, 9, 9)  # where there are no lessons: three captures, which are compared
 
 # In double precision: Inductor rounds otherwise than eager.
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -36,3 +40,16 @@ def made() -> tuple[int, int]:
     """(captures, of which computed)."""
     report = pgraph.report()
     return report.captures, report.computed
+
+
+def computer() -> Computer:
+    """Of the only partition."""
+    (partition,) = registry.live_capturable()
+    found = partition._cache.shelf.computer
+    assert isinstance(found, Computer)
+    return found
+
+
+def runs(report: pgraph.Report) -> int:
+    """Uncaptured ones."""
+    return sum(partition.uncaptured_runs for partition in report.partitions)

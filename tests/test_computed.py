@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Block, same
-from support_sizes import W, call, compiled, made, work
+from support_sizes import WARM, W, call, compiled, computer, made, runs, work
 from torch import Tensor
 
 import pgraph
@@ -24,7 +24,6 @@ from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.script import Run
-from pgraph.compute.stand_ins import Family
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
@@ -33,24 +32,7 @@ from pgraph.runtime import registry
 from pgraph.runtime.economy import Economy
 from pgraph.template.recording import NodeRecord
 
-WARM = (3, 3, 5, 5, 9, 9)  # three captures, which are compared
-
-
-@pytest.fixture(autouse=True)
-def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program's own sizes teach, as they do where lessons fail (`test_lessons`)."""
-    monkeypatch.setattr(Family, "made_up", lambda family: ())
-
-
-def computer() -> Computer:
-    (partition,) = registry.live_capturable()
-    found = partition._cache.shelf.computer
-    assert isinstance(found, Computer)
-    return found
-
-
-def runs(report: pgraph.Report) -> int:
-    return sum(partition.uncaptured_runs for partition in report.partitions)
+pytestmark = pytest.mark.usefixtures("no_lessons")
 
 
 def test_new_sizes_are_launched_at_once() -> None:

@@ -8,39 +8,20 @@ from typing import Any
 import pytest
 import torch
 from support import same
-from support_sizes import W, call, compiled, made
+from support_sizes import WARM, W, call, compiled, computer, made
 from torch import Tensor, nn
 
 import pgraph
 from pgraph.compute import sites
 from pgraph.compute.computer import Computer
 from pgraph.compute.sites import Sites
-from pgraph.compute.stand_ins import Family
 from pgraph.drivers.host.driver import HostDriver, HostGraph, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
-from pgraph.runtime import registry
 from pgraph.template.topology import topology
 
-WARM = (3, 3, 5, 5, 9, 9)  # three captures, which are compared
-
-
-@pytest.fixture(autouse=True)
-def no_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program's own sizes teach, as they do where lessons fail (`test_lessons`)."""
-    monkeypatch.setattr(Family, "made_up", lambda family: ())
-
-
-def computer() -> Computer:
-    (partition,) = registry.live_capturable()
-    found = partition._cache.shelf.computer
-    assert isinstance(found, Computer)
-    return found
-
-
-def runs(report: pgraph.Report) -> int:
-    return sum(partition.uncaptured_runs for partition in report.partitions)
+pytestmark = pytest.mark.usefixtures("no_lessons")
 
 
 @pytest.fixture
