@@ -21,6 +21,7 @@ Shape = tuple[int | str, ...]
 FLOATS = ("float32", "float64")
 M = 6  # the size that stays
 SIZES = (4, 4, 4, 7, 4, 5, 7)  # of N, call by call
+EXPECTED_SIZES = (12, 3, 7, 12, 4, 9, 5, 11, 8, 10, 6, 4, 13, 2, 9, 7)  # the third tells of those between
 MANY_SIZES = (3, 3, 5, 5, 9, 9, 4, 4, 17, 2, 30, 17, 6)  # after three of them recordings may be computed
 LAYOUTS = ("plain", "transposed", "offset", "stepped", "wide")
 

@@ -15,13 +15,14 @@ import pytest
 import support_fuzz
 import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
-from support_fuzz import MANY_SIZES, SIZES, Input, Program, check, programs
+from support_fuzz import EXPECTED_SIZES, MANY_SIZES, SIZES, Input, Program, check, programs
 
 import pgraph
+from pgraph.drivers.host.driver import HostDriver
 
 SHARDS = 8
 PROGRAMS = int(os.environ.get("PGRAPH_FUZZ_PROGRAMS", "144"))
-COMPILED = 4  # of them also with Inductor's code
+COMPILED = int(os.environ.get("PGRAPH_FUZZ_COMPILED", "4"))  # of them also with Inductor's code
 
 
 def try_program(program: Program, codegen: str, sizes: Sequence[int] = SIZES) -> None:
@@ -70,6 +71,27 @@ def test_programs_whose_sizes_are_computed(inductor_cache: object) -> None:
 
     one()
     assert computed, "no recording was ever computed"
+
+
+def test_programs_whose_sizes_are_computed_ahead(
+    inductor_cache: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device: from the third size on those between are launched at their first call."""
+    monkeypatch.setattr(HostDriver, "host_times", True)
+    monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    ahead = 0
+
+    @seed(4)
+    @settings(max_examples=COMPILED, database=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def one(program: Program) -> None:
+        nonlocal ahead
+        assume(any("N" in given.shape for given in program.inputs))
+        try_program(dataclasses.replace(program, dynamic=True), "inductor", EXPECTED_SIZES)
+        ahead += sum(partition.ahead for partition in pgraph.report().partitions)
+
+    one()
+    assert ahead, "no recording was ever computed ahead"
 
 
 def drawing() -> Program:
