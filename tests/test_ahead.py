@@ -273,6 +273,30 @@ def test_other_arguments_may_vary_too(numbers: Callable[..., None]) -> None:
     numbers(13, 14, 19, 21, 11)
 
 
+def test_two_sizes_that_vary() -> None:
+    """All that may come of both, in training."""
+    torch.manual_seed(0)
+    block = Block()
+    model = compiled(block)
+    for batch, n in ((4, 9), (2, 5), (3, 7), (2, 9), (4, 6), (3, 5), (4, 7), (2, 8)):
+        x = torch.randn(batch, n, 32)
+        want = train(block, block, x)
+        for name, grad in train(block, model, x).items():
+            same(grad, want[name], rtol=1e-3, atol=1e-4)
+    for one in partitions():
+        assert one.stats.ahead >= 12
+        assert one.stats.uncaptured_runs == 3
+
+
+def test_a_size_that_is_marked_within_bounds() -> None:
+    """What the trace says of a size holds for those that are expected."""
+    model = compiled()
+    for n in (20, 12, 16, 13, 19):
+        x = torch.randn(n, 8, dtype=W.dtype)
+        torch._dynamo.mark_dynamic(x, 0, min=12, max=18 if n < 19 else 24)
+        same(model(x, W), work(x, W), rtol=1e-4, atol=1e-5)
+
+
 def test_inputs_that_are_aligned_otherwise_are_others() -> None:
     """Guards hold for what was computed ahead as for everything else."""
     model = compiled()
