@@ -26,7 +26,7 @@ from pgraph.options import Options, parse
 from pgraph.partition.facts import Kind
 from pgraph.rewrites import constants
 from pgraph.rewrites.storage_owners import clone_from_own_start
-from pgraph.runtime import full_capture, functions, progress, registry
+from pgraph.runtime import ahead, full_capture, functions, progress, registry
 from pgraph.runtime.protocols import Boxed
 
 __all__ = ["Backend", "backend"]
@@ -85,6 +85,7 @@ def reset() -> None:
     """Free every capture and exec. Compiled code stays usable and captures anew."""
     for partition in registry.live_capturable():
         partition.reset()
+    ahead.OF_THE_PROCESS.reset()
     progress.close()
 
 

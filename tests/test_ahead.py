@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support import Block, same, train
 from support_sizes import W, call, compiled, made, work
 from torch import Tensor
@@ -28,6 +30,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """There host time is worth something. What is small is not tried; time is no matter."""
     monkeypatch.setattr(HostDriver, "host_times", True)
     monkeypatch.setattr("pgraph.runtime.cache.MOST_NODES", 0)
+    monkeypatch.setattr(ahead, "_ALL_S", 1e6)
     monkeypatch.setattr(ahead, "_LEAST_S", 100.0)
     monkeypatch.setattr(ahead, "_MOST_S", 100.0)
 
@@ -148,6 +151,36 @@ def test_it_takes_no_longer_than_it_may(
         call(compiled(), (20, 12, 16))
     assert not {13, 14, 15, 17, 18, 19} & set(known())
     assert "0 sizes computed ahead" in caplog.text
+
+
+def test_all_partitions_together_take_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of functions of a program get no seconds each; a reset begins anew."""
+    monkeypatch.setattr(ahead, "SHARE", 0.0)
+    call(compiled(), (20, 12, 16))
+    assert len(known()) >= 6
+    monkeypatch.setattr(ahead, "_ALL_S", 1e-6)
+    torch._dynamo.reset()
+    before = pgraph.report().computed
+    call(compiled(), (20, 12, 16))
+    assert pgraph.report().computed <= before + 1
+    monkeypatch.setattr(ahead, "_ALL_S", 100.0)
+    torch._dynamo.reset()
+    pgraph.reset()
+    call(compiled(), (20, 12, 16))
+    assert len(known()) >= 6
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 3)), max_size=20))
+def test_what_is_left_of_it(partitions: list[tuple[float, float]]) -> None:
+    allowance = ahead.Allowance()
+    before = allowance.left_s
+    for compile_s, spent in partitions:
+        allowance.compiled(compile_s)
+        allowance.spent(spent)
+    total = sum(ahead.SHARE * compile_s - spent for compile_s, spent in partitions)
+    assert allowance.left_s == pytest.approx(before + total)
+    allowance.reset()
+    assert allowance.left_s == before
 
 
 def test_too_many_sizes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from pgraph.runtime.cache import SpecializationCache
 from pgraph.runtime.sizes import Sizes
 from pgraph.runtime.specialization import Specialization
 
-__all__ = ["Ahead"]
+__all__ = ["OF_THE_PROCESS", "Ahead", "Allowance"]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ _LEAST_S: Final = 1.5
 """Seconds, however soon it was compiled: code may come from a cache."""
 
 _MOST_S: Final = 3.0
+
+_ALL_S: Final = 6.0
+"""Seconds for all partitions of a process together, beside `SHARE` of what each took to be compiled: a program
+may have dozens."""
 
 _FEW: Final = 3
 """Values of a size that have to come first. Two may be all: one in training, and one for what follows."""
@@ -64,6 +68,32 @@ _VAIN: Final = 3
 """Sizes in a row that could not be computed, after which no further one is tried."""
 
 
+class Allowance:
+    """What all partitions of a process may spend. Used by any thread: it need not be exact."""
+
+    def __init__(self) -> None:
+        self._granted_s = self._spent_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        return _ALL_S + self._granted_s - self._spent_s
+
+    def compiled(self, seconds: float) -> None:
+        """A partition was, for so long."""
+        self._granted_s += SHARE * seconds
+
+    def spent(self, seconds: float) -> None:
+        """So much is gone."""
+        self._spent_s += seconds
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._granted_s = self._spent_s = 0.0
+
+
+OF_THE_PROCESS: Final = Allowance()
+
+
 class Ahead:
     """Of one partition. Called with its lock held, but for `due`.
 
@@ -79,6 +109,7 @@ class Ahead:
     ) -> None:
         self._family, self._listed = family, sorted(listed)
         self._came = [came[name] for name in family.symbols if name in came]
+        OF_THE_PROCESS.compiled(compile_s)
         self._left_s = min(max(_LEAST_S, SHARE * compile_s), _MOST_S)
         self._limit_s = self._left_s
         self._told = 0  # values that there were when it was looked at last
@@ -134,7 +165,26 @@ class Ahead:
             computer, cache, sizes: of the partition.
             compute: makes a specialization launchable, for such arguments, if it can.
         """
-        start, vain = time.perf_counter(), 0
+        start = time.perf_counter()
+        self._left_s = min(self._left_s, OF_THE_PROCESS.left_s)
+        if self.over:
+            return
+        try:
+            self._compute(start, computer, cache, sizes, compute)
+        finally:
+            spent = time.perf_counter() - start
+            self._left_s -= spent
+            OF_THE_PROCESS.spent(spent)
+
+    def _compute(
+        self,
+        start: float,
+        computer: Computer,
+        cache: SpecializationCache,
+        sizes: Sizes,
+        compute: Callable[[Specialization, list[Any]], bool],
+    ) -> None:
+        vain = 0
         for looked_at, together in self._expected():
             further = [(guards, args) for guards, args in together if not cache.knows(guards)]
             cases = [(args, guards.alignments) for guards, args in further]
@@ -152,7 +202,6 @@ class Ahead:
             if spent * (1.0 - looked_at) / looked_at > _SPREAD * self._limit_s:
                 log.debug("%d sizes are too many to compute some of them ahead", self._every)
                 return self.end()
-        self._left_s -= time.perf_counter() - start
         return None
 
     def _expected(self) -> Iterator[tuple[float, list[tuple[Guards, list[Any]]]]]:
