@@ -45,8 +45,8 @@ _LEAST_S: Final = 1.5
 _MOST_S: Final = 3.0
 
 _ALL_S: Final = 6.0
-"""Seconds for all partitions of a process together, beside `SHARE` of what each took to be compiled: a program
-may have dozens."""
+"""Seconds for all partitions of a process together, beside `SHARE` of what each took to be compiled: a
+program may have dozens."""
 
 _FEW: Final = 3
 """Values of a size that have to come first. Two may be all: one in training, and one for what follows."""
