@@ -34,8 +34,8 @@ def plain_symbol(size: torch.SymInt) -> str | None:
 def evaluate(size: torch.SymInt, numbers: Mapping[str, int]) -> int | None:
     """A symbolic number where its symbols have these values; None if one of them has none; 2.11, 2.13."""
     expression = size.node.expr
-    known = {symbol: numbers.get(str(symbol)) for symbol in expression.free_symbols}
-    return None if None in known.values() else int(expression.subs(known))
+    known = numbers.keys() >= set(map(str, expression.free_symbols))
+    return int(_function(expression)(numbers)) if known else None
 
 
 _TRIED: Final = 64  # sets of numbers
@@ -177,8 +177,7 @@ def values_of(size: torch.SymInt) -> Callable[[Collection[int]], frozenset[int] 
     """What a symbolic number comes to where each of its symbols has one of the values given; None if there
     are too many ways; 2.13, 2.15. Nothing of the trace is kept.
     """
-    expression = size.node.expr
-    symbols = tuple(expression.free_symbols)
+    symbols, value = tuple(map(str, size.node.expr.free_symbols)), _function(size.node.expr)
 
     def found(values: Collection[int]) -> frozenset[int] | None:
         if len(values) ** len(symbols) > _COMBINATIONS:
@@ -186,7 +185,7 @@ def values_of(size: torch.SymInt) -> Callable[[Collection[int]], frozenset[int] 
         made = set()
         for way in itertools.product(values, repeat=len(symbols)):
             with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # such sizes cannot be
-                made.add(int(expression.subs(dict(zip(symbols, way, strict=True)))))
+                made.add(int(value(dict(zip(symbols, way, strict=True)))))
         return frozenset(made)
 
     return found

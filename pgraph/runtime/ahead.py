@@ -2,9 +2,9 @@
 
 Note [Computed ahead]
 Of some hundred sizes (lengths in training) each comes once in some hundred calls. What its recording costs
-is what ten launches save, and a program may lose no more than a fiftieth of its time
+is what several launches save, and a program may lose no more than a hundredth of its time
 (`pgraph.runtime.economy`): with that alone, thousands of calls pass before all sizes are launched. A few
-dozen that are launched from the first call on earn what the others cost within some hundred. So a small part
+dozen that are launched from the first call on earn what the others cost much sooner. So a small part
 of the time that a partition took to be compiled is spent on sizes that have not come: between the smallest
 and the largest that have, as far as the compiled code serves them. That is done in a partition's first calls,
 and not where there are so many sizes that few of those computed would ever come.

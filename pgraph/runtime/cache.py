@@ -98,7 +98,7 @@ class SpecializationCache:
     def launched(self, specialization: Specialization) -> None:
         """Note a launch; further ones of the same specialization need not be told."""
         self.catch_up()
-        if specialization.foreseen is not None:
+        if specialization.foreseen is not None and not specialization.use.launches:
             self._stats.met.note(specialization.foreseen)
         self.latest = specialization
         self.room.keeper.used(specialization.use)

@@ -89,7 +89,7 @@ def values(compilation: str | None, source: str | None) -> set[int]:
     Dynamo makes one of their own.
 
     Args:
-        compilation: under way, ``"3/0"``: which function, and the how manyeth time.
+        compilation: under way, ``"3/0"``: of the function that Dynamo calls 3.
         source: of the size, as Dynamo calls it. If either is not known, only one graph has the set.
     """
     if compilation is None or source is None:

@@ -40,7 +40,7 @@ _arenas = itertools.count()
 _GUARD = 256 << 10
 _AHEAD = 128 << 20
 """Bytes mapped beyond what is needed whenever some are. Each time takes 0.1 ms, or 0.14 ms for four chunks
-(H200): to record the library calls of one size took 20 % longer without."""
+(H200): to compute the recording of one size took a fifth longer without."""
 
 
 class CudaArena(Arena):
