@@ -103,6 +103,16 @@ class Training:
         return [on_host(t) for t in self._found()]
 
 
+def choose_attention(cudnn: bool) -> None:
+    """Attention may be cuDNN's, or may not.
+
+    That is decided while AOTAutograd traces, and the key of its cache does not tell it: code that another
+    config left there would run its attention, not this one's (the reference ran without cuDNN's, H200).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.compiler.config.cache_key_tag = f"cuDNN's attention: {cudnn}"
+
+
 def first_lengths(size: Size) -> list[int]:
     """Those for which all code is compiled: neither end is 0 or 1, attention asks which power of two a length
     is a multiple of, and so does Triton, up to 16.
@@ -117,7 +127,7 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
     Args:
         cudnn: whether attention may be cuDNN's, which plans anew for each length.
     """
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    choose_attention(cudnn)
     size = place.size
     count = place.spec.steps or size.steps
     training = Training(place, draw(place.spec.seed, *size.lengths, count))
@@ -211,7 +221,7 @@ def lengths_beside(place: Place, cudnn: bool) -> Figures:
     Args:
         cudnn: see `lengths_of`.
     """
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    choose_attention(cudnn)
     size = place.size
     count = place.spec.steps or size.steps
     lengths = draw(place.spec.seed, *size.lengths, count)
@@ -244,7 +254,7 @@ def lengths_beside(place: Place, cudnn: bool) -> Figures:
 
 def lengths_seen(place: Place) -> Figures:
     """Training on a few lengths, each of them seen often enough before."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_attention(cudnn=False)
     size = place.size
     lengths = spaced(*size.lengths, size.seen)
     chosen = draw(place.spec.seed, 0, len(lengths) - 1, size.again)

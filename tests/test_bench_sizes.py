@@ -7,7 +7,7 @@ import json
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ import torch
 import pgraph
 
 TINY = {"size": "tiny", "device": "cpu", "driver": "host", "codegen": "aten"}
+
+
+@pytest.fixture(autouse=True)
+def attention_as_it_was() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with torch.compiler.config.patch(cache_key_tag=""):  # type: ignore[attr-defined]
+        yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def measured(load: Any, config: str, backend: str = "pgraph", **settings: Any) -> dict[str, Any]:
@@ -65,7 +73,6 @@ def test_training_on_random_lengths(load: Any) -> None:
     assert found["captures"] > 2
     assert (found["captures_warm"], found["recompiles"]) == (0, 0)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_training_beside_the_reference(load: Any) -> None:
@@ -91,7 +98,15 @@ def test_training_beside_the_reference(load: Any) -> None:
         {"marks": [row["marks"][0]], "totals_ms": [ms], "beside_ms": [1000.0]} for ms in (990.0, 1010.0)
     ]
     assert against(row, [row]) == ("1.010 after 100", "yes"), "the median of three programs"
-    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_caches_tell_attentions_apart(load: Any) -> None:
+    choose, tags = load("sizes_training").choose_attention, set()
+    for cudnn in (False, True):
+        choose(cudnn)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
+        tags.add(torch.compiler.config.cache_key_tag)
+    assert len(tags - {""}) == 2
 
 
 def test_lengths_that_were_seen(load: Any) -> None:
@@ -99,7 +114,6 @@ def test_lengths_that_were_seen(load: Any) -> None:
     adds_up(found)
     assert found["captures"] == found["captures_warm"] == 2 * 3, "nothing is captured while time is taken"
     assert found["compared"] > 0
-    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.parametrize(("backend", "graphs", "execs"), [("pgraph", 1, 1), ("pgraph-static", 3, 3)])
@@ -200,7 +214,6 @@ def test_wrong_results_are_no_row_of_figures(config: str, call: str, load: Any, 
     monkeypatch.setattr(place.Place, "arguments", lambda self, dynamic=True, **options: wrong)
     with pytest.raises(ArithmeticError, match=f"{call}.*tensor 0: results differ by 0.01 of their size"):
         measured(load, config, "aot_eager", steps=6)
-    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_near(load: Any) -> None:
