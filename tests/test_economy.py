@@ -60,12 +60,22 @@ class Program:
     def computes(self) -> bool:
         return self.computing is not None and len(self.captured) >= 3
 
+    def enough(self, size: int, new: bool, learning: bool) -> bool:
+        """Whether it need not be looked at more closely."""
+        economy = self.economy
+        if economy.unaffordable(self.calls, self.now, new, self.computes, learning):
+            return True
+        if not self.computes or (not new and economy.sizes == 1):
+            return False
+        runs = self.runs.get(size, 0) + self.glimpsed.get(size, 0)
+        return not economy.pays(runs, self.calls, self.now, computed=True)
+
     def glimpse(self, size: int) -> bool:
         """Whether that is all, as `pgraph.runtime.glimpses` has it."""
         new = size not in self.runs and size not in self.glimpsed
         learning = self.computing is not None and not self.computes
         known = bool(self.runs) and size not in self.captured
-        if not known or not self.economy.unaffordable(self.calls, self.now, new, self.computes, learning):
+        if not known or not self.enough(size, new, learning):
             return False
         self.glimpses += 1
         if new:
@@ -357,19 +367,19 @@ def test_sizes_that_go_once_they_are_captured_cost_no_more() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("start", [0.0, START_S])
 def test_a_few_dozen_lengths_that_are_there_earn_all_others(start: float, seed: int) -> None:
-    """Training on 241 lengths, of which sixty were computed ahead (H200): a fifth of the time is saved within
-    3,000 steps, and at no hundred of them the program is behind.
+    """Training on 241 lengths, of which a hundred were computed ahead (H200: 160): a third of the time is
+    saved within 3,000 steps, and at each hundred of them enough for what nothing counts, such as cold caches.
     """
     rng = random.Random(seed)
     program = Program(own=6.0e-3, launch=2.3e-3, cost=0.06, computing=0.023, purse=Purse(start), ops=200)
-    program.captured.update(rng.sample(range(16, 257), 60))
+    program.captured.update(rng.sample(range(16, 257), 100))
     for _ in range(3):
         program.economy.foreseen(0.023)
     for call in range(1, 3001):
         program.call(rng.randint(16, 256))
         if call % 100 == 0:
-            assert program.now <= 1.02 * call * program.own
-    assert program.now <= 0.8 * 3000 * program.own
+            assert program.now <= 0.95 * call * program.own
+    assert program.now <= 0.67 * 3000 * program.own
     assert len(program.captured) >= 240
 
 

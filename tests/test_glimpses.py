@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,50 @@ def test_another_layout_of_it_has_not_run() -> None:
     economy.ran(1e-3)
     assert glimpses.at([x], economy, 2, 2.0, None) is Glimpse.KNOWN
     assert (glimpses.made([x]), glimpses.runs([x])) == (None, 2)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_glance_is_enough_where_to_compute_a_size_would_not_pay(
+    pays: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time may have been saved up: each new size would be looked at, in vain."""
+    asked: list[Any] = []
+    monkeypatch.setattr(Economy, "unaffordable", lambda *args: False)
+    monkeypatch.setattr(Economy, "pays", lambda economy, *args, **kwargs: (asked.append(args), pays)[1])
+    glimpses = Glimpses(Sizes("one", (Dimension("n", 0, 0),), (), None), Met(), True)
+    economy, x = Economy(lambda: 0, Purse()), torch.randn(5, 8)
+    computer: Any = SimpleNamespace(learning=False, reason=None)
+    for rows in (3, 5) if known else (3, 4):
+        economy.met(rows, float(rows))
+        glimpses.made([torch.randn(rows, 8)])
+    wanted = None if pays else Glimpse.KNOWN if known else Glimpse.NEW
+    assert glimpses.at([x], economy, 9, 9.0, computer) is wanted
+    assert asked == [(int(known), 9, 9.0)]
+    assert (economy.sizes, glimpses.runs([x])) == (2 + (wanted is Glimpse.NEW), int(not pays))
+    for learning, reason in ((True, None), (False, "words")):
+        captures: Any = SimpleNamespace(learning=learning, reason=reason)
+        assert glimpses.at([x], economy, 10, 10.0, captures) is None, "it is captured, if it comes again"
+
+
+def test_what_a_look_takes_is_part_of_what_a_size_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    varying = Varying(monkeypatch)
+    varying.served(3)
+    real = cache.SpecializationCache.get
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return real(*args)
+
+    monkeypatch.setattr(cache.SpecializationCache, "get", slowly)
+    monkeypatch.setattr(Economy, "pays", lambda *args, **kwargs: True)
+    monkeypatch.setattr(Economy, "unaffordable", lambda *args, **kwargs: False)
+    (runner,) = registry.live_capturable()
+    before = runner._cache.economy._spent
+    varying.call(5)
+    varying.call(5)
+    assert varying.stats.captures == 2
+    assert runner._cache.economy._spent - before >= 0.05
 
 
 def test_how_many_came_once_and_twice() -> None:

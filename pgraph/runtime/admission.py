@@ -110,6 +110,7 @@ class Admission:
         """
         if self._driver.is_capturing():
             return None
+        start = time.perf_counter()
         with self._cache.lock:
             self._cache.catch_up()
             specialization = self._cache.captured.find(args)
@@ -152,9 +153,9 @@ class Admission:
             elif due or early:
                 made = self._capture if due else self._compute
                 if compat.profiling():
-                    in_range("capture", self._stats.facts.label, made, specialization, args)
+                    in_range("capture", self._stats.facts.label, made, specialization, args, start)
                 else:
-                    made(specialization, args)
+                    made(specialization, args, start)
             elif new and self._cache.economy.sizes > _MANY and not self._cache.captured.programs:
                 self._wait(self._never_again)
             self.insist(specialization.reason)
@@ -239,11 +240,14 @@ class Admission:
             return False
         return computer.covers(args, specialization.guards.alignments)
 
-    def _compute(self, specialization: Specialization, args: Sequence[Any]) -> bool:
+    def _compute(self, specialization: Specialization, args: Sequence[Any], start: float) -> bool:
         """Make it launchable without a capture. If that fails it is warmed up and captured like any other;
         one that has not come is forgotten.
+
+        Args:
+            start: when it was looked at; what it costs is counted from then on.
         """
-        start, foreseen = time.perf_counter(), specialization.foreseen is not None
+        foreseen = specialization.foreseen is not None
         try:
             program = self._program(specialization, args, may_capture=False)
         except Exception as e:
@@ -283,8 +287,7 @@ class Admission:
         sharing = code.sharing()
         return program_of(built, specialization.guards, sharing, slack_bytes, code.lasting, code.kept)
 
-    def _capture(self, specialization: Specialization, args: Sequence[Any]) -> None:
-        start = time.perf_counter()
+    def _capture(self, specialization: Specialization, args: Sequence[Any], start: float) -> None:
         try:
             program = self._program(specialization, args)
             assert program is not None, "what may be captured is made"
@@ -318,7 +321,7 @@ class Admission:
         seconds, first = time.perf_counter() - start, not specialization.standing.runs
         if specialization.foreseen is not None:
             self._cache.economy.foreseen(seconds)
-            self._stats.ahead += 1
+            self._stats.ahead += specialization.foreseen not in self._stats.met.sizes
         else:
             self._cache.economy.captured(seconds, built.computed, first=first)
         if computer is not None:

@@ -157,13 +157,13 @@ class Ahead:
         computer: Computer,
         cache: SpecializationCache,
         sizes: Sizes,
-        compute: Callable[[Specialization, list[Any]], bool],
+        compute: Callable[[Specialization, list[Any], float], bool],
     ) -> None:
         """Compute recordings of sizes to expect, as long as there is time and room for them.
 
         Args:
             computer, cache, sizes: of the partition.
-            compute: makes a specialization launchable, for such arguments, if it can.
+            compute: makes a specialization launchable, for such arguments, if it can; from which second on.
         """
         start = time.perf_counter()
         self._left_s = min(self._left_s, OF_THE_PROCESS.left_s)
@@ -182,7 +182,7 @@ class Ahead:
         computer: Computer,
         cache: SpecializationCache,
         sizes: Sizes,
-        compute: Callable[[Specialization, list[Any]], bool],
+        compute: Callable[[Specialization, list[Any], float], bool],
     ) -> None:
         vain = 0
         for looked_at, together in self._expected():
@@ -195,7 +195,7 @@ class Ahead:
                 if time.perf_counter() - start >= self._left_s or not cache.room.fits():
                     return self.end()
                 specialization = cache.expected(guards, sizes.of(args))
-                vain = 0 if compute(specialization, args) else vain + 1
+                vain = 0 if compute(specialization, args, time.perf_counter()) else vain + 1
                 if vain >= _VAIN:
                     return self.end()
             spent = time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -163,8 +164,10 @@ class SpecializationCache:
                 specialization.replication = replication
             if rewritten < replication.worth:
                 return
+            start = time.perf_counter()
             replication.moved(self.room.for_replicas)
             if replication.nbytes:
+                self.economy.replicated(time.perf_counter() - start)
                 self.room.holdings.replicated(specialization)
                 self._tell_bytes()
 

@@ -1,8 +1,8 @@
 """Calls that a glance at their sizes is enough for.
 
 To find or make a specialization takes longer than a small partition can save: its guards look at all
-arguments (0.6 ms for 60 of them, H200). Where no capture could be had just now, whatever the size is, its
-numbers alone are noted, and the call counts as one with this size.
+arguments (0.6 ms for 60 of them, H200). Where no capture could be had just now, whatever the size is, or to
+compute this one would not pay, its numbers alone are noted, and the call counts as one with this size.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Glimpses:
         learning = computer is not None and computer.learning
         computing = computer is not None and not learning and computer.reason is None
         if not economy.unaffordable(calls, now, known is None, computing, learning):
-            return None
+            if not computing or (known is not None and economy.sizes == 1):
+                return None
+            if economy.pays(0 if known is None else known.runs + known.made, calls, now, computed=True):
+                return None
         self._met.note(sizes)
         self._sizes.note(sizes)
         if known is None:
