@@ -10,7 +10,7 @@ import torch
 from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.pieces import Proved
-from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.script import CallLibrary, LaunchKernel, Script
 from pgraph.compute.trace import traced
 from pgraph.drivers.operands import Operand, distinct
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
@@ -40,7 +40,7 @@ def node_of(name: str, words: Sequence[int]) -> NodeRecord:
 
 
 def kernel_node(
-    position: int, event: Run, arguments: Sequence[Any]
+    position: int, event: LaunchKernel, arguments: Sequence[Any]
 ) -> tuple[NodeRecord, list[tuple[int, int]]]:
     """A word for each argument: an address, or a number."""
     words = [a.address if isinstance(a, Operand) else a for a in arguments]
@@ -48,7 +48,7 @@ def kernel_node(
     return node_of(event.name, words), operands
 
 
-def product(event: Call, arguments: Sequence[Any]) -> Proved:
+def product(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
     """`mm` as two nodes: one fills the library's workspace, one reads it; scratch lives in between."""
     a, b, out = (x for x in arguments if isinstance(x, Operand))
     base = 1 << 50
@@ -74,7 +74,7 @@ def of_operands(arguments: Sequence[Any]) -> list[int]:
     ]
 
 
-def library(event: Call, arguments: Sequence[Any]) -> Proved:
+def library(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
     """Any call as two nodes, as `product` is; each operand that is another one counts as an input."""
     operands = [arguments[i] for i in distinct(arguments)]
     n = len(operands)

@@ -12,7 +12,7 @@ from support_compute import F32, library, node_of, of_operands, script_of
 
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script
+from pgraph.compute.script import CallLibrary, LaunchKernel, Script
 from pgraph.compute.sites import LibraryCall
 from pgraph.compute.skeleton import Latest
 from pgraph.drivers.operands import Layout, Layouts, Operand
@@ -69,7 +69,7 @@ class Launches:
         self.made = 0
 
     def node(
-        self, position: int, event: Run, arguments: Sequence[Any]
+        self, position: int, event: LaunchKernel, arguments: Sequence[Any]
     ) -> tuple[NodeRecord, list[tuple[int, int]]]:
         self.made += 1
         words = [a.address if isinstance(a, Operand) else 0 for a in arguments] + of_operands(arguments)
@@ -77,7 +77,7 @@ class Launches:
         node = node_of(f"{event.name} {numbers} {self.samples.get(event.number, 'usual')}", words)
         return node, [(8 * i, i) for i, a in enumerate(arguments) if isinstance(a, Operand)]
 
-    def sample(self, event: Run) -> Hashable:
+    def sample(self, event: LaunchKernel) -> Hashable:
         return self.samples.get(event.number, "usual")
 
 
@@ -133,7 +133,7 @@ def test_libraries_that_choose_by_size() -> None:
     nodes at some, other words at others, or a larger workspace."""
     script, launches, latest = layers(*HALF), Launches({}), Latest()
 
-    def choosing(event: Call, arguments: Sequence[Any]) -> Proved:
+    def choosing(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
         recording, slots = library(event, arguments)
         n = next(a.size[0] for a in arguments if isinstance(a, Operand))
         if n % 2:
@@ -221,7 +221,7 @@ def test_calls_that_are_alike_are_asked_for_as_those_alone(known: tuple[str, ...
         recorded, rounds = set[Hashable](), [list[Hashable]()]
         missing: list[Proved] = []
 
-        def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+        def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved | None:
             key = LibraryCall(event, tuple(arguments), 0).key
             if key in recorded or any(name in str(event.function) for name in known):
                 return library(event, arguments)

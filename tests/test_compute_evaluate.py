@@ -16,7 +16,7 @@ from pgraph.compute.computer import Computer, result_types
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, asks_for_offsets, is_foreign
+from pgraph.compute.script import CallLibrary, LaunchKernel, Script, asks_for_offsets, is_foreign
 from pgraph.compute.sites import LibraryCall
 from pgraph.drivers.operands import HostOperand, Operand
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
@@ -103,7 +103,7 @@ def test_calls_that_need_not_wait_for_all_of_what_comes_before(
         torch.ones(4, 4),
     )
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
         inputs = (GhostAllocation(1 << 50, 64, 0, 2),)
         nodes = (node_of("mm", [0]), node_of("sum", [1]))
         if before == "copied":
@@ -122,7 +122,7 @@ def test_calls_that_need_not_wait_for_all_of_what_comes_before(
     assert order == dataclasses.replace(chain(order.n_nodes), odd=tuple((*edge, HOW) for edge in edges))
 
 
-def both(event: Call, arguments: Sequence[Any]) -> Proved:
+def both(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
     """Of three tensors, or of two: the third is the second then."""
     operands = [x for x in arguments if isinstance(x, Operand)]
     if len(set(operands)) == 3:
@@ -159,7 +159,7 @@ def test_views_count_from_where_their_tensor_begins() -> None:
     )
     seen: list[Operand] = []
 
-    def node(position: int, event: Run, arguments: Sequence[Any]) -> Any:
+    def node(position: int, event: LaunchKernel, arguments: Sequence[Any]) -> Any:
         seen.extend(arguments)
         return kernel_node(position, event, arguments)
 
@@ -188,10 +188,10 @@ def test_calls_that_are_missing_are_recorded_together() -> None:
         6,
         torch.ones(6, 2),
     )
-    calls = [event for event in script.events if isinstance(event, Call)]
+    calls = [event for event in script.events if isinstance(event, CallLibrary)]
     known, asked, rounds = set[int](), dict[int, Proved](), list[list[int]]()
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved | None:
         assert arguments[0].size == (9, 2)
         number = calls.index(event)
         if number in known:  # its argument lies otherwise than was told, and as well
@@ -232,11 +232,11 @@ def test_types_that_pytorch_tells_beforehand() -> None:
             f"a{i + 1} = torch.ops.aten.relu.default(a{i})",
         ]
     script = script_of("\n".join([*lines, "return (a20, )"]), 6, torch.ones(6, 2))
-    waiting: list[tuple[Call, Sequence[Any]]] = []
+    waiting: list[tuple[CallLibrary, Sequence[Any]]] = []
     known: dict[int, Proved] = {}
     rounds: list[int] = []
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved | None:
         if id(event) not in known:
             waiting.append((event, arguments))
         return known.get(id(event))
@@ -263,7 +263,7 @@ def test_types_of_results() -> None:
 
     def told(body: str, *arguments: Any, given: Sequence[Any] | None = None) -> list[Any]:
         script = script_of(body, *arguments)
-        (call,) = [event for event in script.events if isinstance(event, Call)]
+        (call,) = [event for event in script.events if isinstance(event, CallLibrary)]
         return result_types(call, given if given is not None else arguments)
 
     x = Operand(1 << 40, (6, 2), (2, 1), torch.float16, 3)
@@ -309,7 +309,7 @@ def test_rounds_come_to_an_end() -> None:
 def test_results_that_are_no_fresh_tensors(output: OutputSpec, why: str) -> None:
     script = script_of("return (torch.ops.aten.relu.default(args[1]), )", 6, torch.ones(6))
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
         allocations = (GhostAllocation(1 << 50, 8, 0, 1), GhostAllocation(1 << 51, 8, 0, None))
         return Recording((node_of("relu", [0]),), chain(1), allocations, 1, (output,), (0, 0), None), ()
 
@@ -324,7 +324,7 @@ def test_a_result_on_the_host_is_checked_as_it_is(expected: tuple[int, ...]) -> 
     script = script_of(f"y = torch.ops.aten.relu.default(args[1])\n{check}\nreturn (y, )", 6, torch.ones(6))
     seed = torch.tensor(0)
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
         allocations, outputs = (GhostAllocation(1 << 50, 8, 0, 1),), (OutputSpec(constant=seed, unread=True),)
         return Recording((node_of("relu", [0]),), chain(1), allocations, 1, outputs, (0, 0), None), ()
 
@@ -361,7 +361,7 @@ def test_where_in_its_storage_a_tensor_begins(function: str, calls: int) -> None
     script = script_of(f"return ({results})", 6, *seeds)
     keys: set[Hashable] = set()
 
-    def site(event: Call, arguments: Sequence[Any]) -> Proved:
+    def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved:
         keys.add(LibraryCall(event, tuple(arguments), 0).key)
         allocations = (GhostAllocation(1 << 50, 24, 0, 1), GhostAllocation(1 << 51, 24, 0, None))
         made = (OutputSpec(region=1, layout=TensorSpec((6,), (1,), F32, 0)),)
@@ -441,7 +441,7 @@ def test_an_argument_that_the_code_was_made_for_is_no_other(other: Any) -> None:
 
 
 def of_numbers(
-    position: int, event: Run, arguments: Sequence[Any]
+    position: int, event: LaunchKernel, arguments: Sequence[Any]
 ) -> tuple[NodeRecord, list[tuple[int, int]]]:
     return node_of(event.name, [arguments[0].address, int(arguments[1])]), [(0, 0)]
 

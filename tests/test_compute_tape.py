@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.tape import Number, Real, Source, Tape
+from pgraph.compute.tape import Number, NumberSource, Real, Tape
 
 SIZES = st.integers(1, 1 << 20)
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
@@ -39,7 +39,7 @@ def computed(expression: Any, numbers: dict[str, Any]) -> Any:
 @given(expressions(), SIZES, SIZES, SIZES, SIZES)
 def test_a_replay_computes_what_the_code_does(expression: Any, a: int, b: int, c: int, d: int) -> None:
     tape = Tape()
-    numbers = {"a": tape.argument(Source(0), a), "b": tape.argument(Source(3), b)}
+    numbers = {"a": tape.argument(NumberSource(0), a), "b": tape.argument(NumberSource(3), b)}
     try:
         place = tape.index(computed(expression, numbers))
     except ZeroDivisionError:
@@ -70,7 +70,7 @@ def test_a_replay_computes_what_the_code_does(expression: Any, a: int, b: int, c
 @given(SIZES)
 def test_another_way_is_no_replay(branch: Callable[[Any], Any], size: int) -> None:
     tape = Tape()
-    place = tape.index(branch(tape.argument(Source(0), 17)))
+    place = tape.index(branch(tape.argument(NumberSource(0), 17)))
     values = tape.replay([size])
     assert values is None or values[place] == branch(size)
     assert tape.replay([17]) is not None
@@ -78,10 +78,10 @@ def test_another_way_is_no_replay(branch: Callable[[Any], Any], size: int) -> No
 
 def test_the_same_sum_stands_on_the_tape_once() -> None:
     tape = Tape()
-    n = tape.argument(Source(0), 5)
+    n = tape.argument(NumberSource(0), 5)
     assert (n * 4 + 1).place == (n * 4 + 1).place
     assert tape.index(7) == tape.index(7)
-    assert tape.arguments == [Source(0)]
+    assert tape.arguments == [NumberSource(0)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_same_sum_stands_on_the_tape_once() -> None:
 )
 def test_whatever_leaves_the_tape_is_refused(use: Callable[[Number], Any]) -> None:
     with pytest.raises((NotComputableError, TypeError)):
-        use(Tape().argument(Source(0), 5))
+        use(Tape().argument(NumberSource(0), 5))
 
 
 ROUNDED: list[Callable[[Any], Any]] = [
@@ -124,7 +124,7 @@ ROUNDED: list[Callable[[Any], Any]] = [
 def test_fractions_are_rounded_as_python_rounds_them(code: Callable[[Any], Any], size: int) -> None:
     """Attention of some kinds rounds lengths up to multiples of 32 by way of a fraction."""
     tape = Tape()
-    place = tape.index(code(tape.argument(Source(0), 17)))
+    place = tape.index(code(tape.argument(NumberSource(0), 17)))
     values = tape.replay([size])
     assert tape.value(place) == code(17)
     assert values is not None
@@ -134,7 +134,7 @@ def test_fractions_are_rounded_as_python_rounds_them(code: Callable[[Any], Any],
 @given(SIZES)
 def test_functions_of_one_number(size: int) -> None:
     tape = Tape()
-    n = tape.argument(Source(0), 17)
+    n = tape.argument(NumberSource(0), 17)
     share = tape.index(math.trunc(0.7 * tape.applied("float", n)))
     root = tape.index(math.floor(tape.applied("sqrt", n)))
     values = tape.replay([size])
@@ -144,7 +144,7 @@ def test_functions_of_one_number(size: int) -> None:
 
 def test_a_fraction_is_no_size() -> None:
     tape = Tape()
-    n = tape.argument(Source(0), 6)
+    n = tape.argument(NumberSource(0), 6)
     for fraction in (n / 2, n * 1.0, -(n / 3)):
         assert isinstance(fraction, Real)
         with pytest.raises(NotComputableError, match="a size of type Real"):
@@ -153,7 +153,7 @@ def test_a_fraction_is_no_size() -> None:
 
 def test_equal_constants_of_other_kinds_stay_apart() -> None:
     tape = Tape()
-    n = tape.argument(Source(0), 1)
+    n = tape.argument(NumberSource(0), 1)
     zero, negative = n * 0.0, n * -0.0
     assert zero.place != negative.place
     assert isinstance(n * 1.0, Real)
@@ -162,6 +162,6 @@ def test_equal_constants_of_other_kinds_stay_apart() -> None:
 
 def test_what_is_whole_for_some_sizes_only_is_no_replay() -> None:
     tape = Tape()
-    tape.index(2 ** (tape.argument(Source(0), 5) - 3))
+    tape.index(2 ** (tape.argument(NumberSource(0), 5) - 3))
     assert tape.replay([4]) is not None
     assert tape.replay([2]) is None

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Call, Check, Drop, Host, Make, Place, Run, Script
+from pgraph.compute.script import CallLibrary, Check, Drop, Host, LaunchKernel, Make, Script, TensorRef
 from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
 from pgraph.drivers.operands import HostOperand
@@ -77,7 +77,7 @@ BODY = """
 def test_a_script_says_what_the_code_does() -> None:
     script = script_of(BODY, 6, torch.ones(6, 4))
     kinds = [type(event) for event in script.events]
-    assert kinds == [Check, Make, Run, Drop, Make, Call, Drop, Call, Drop]
+    assert kinds == [Check, Make, LaunchKernel, Drop, Make, CallLibrary, Drop, CallLibrary, Drop]
     values = script.tape.replay([10, None])
     assert values is not None
     check, make, run, dropped, _, product, *_ = script.events
@@ -85,11 +85,11 @@ def test_a_script_says_what_the_code_does() -> None:
     assert [values[i] for i in check.size + check.stride] == [10, 4, 4, 1]
     assert isinstance(make, Make)
     assert ([values[i] for i in make.size], make.dtype) == ([10, 8], torch.float32)
-    assert isinstance(run, Run)
+    assert isinstance(run, LaunchKernel)
     x, out, count, factor = run.arguments
-    assert (x, out, values[count.place], factor) == (Place(0), Place(make.memory), 80, 2.5)
+    assert (x, out, values[count.place], factor) == (TensorRef(0), TensorRef(make.memory), 80, 2.5)
     assert dropped == Drop(0)
-    assert isinstance(product, Call)
+    assert isinstance(product, CallLibrary)
     assert product.results == (), "it writes into the buffer that it was given"
     transposed = product.arguments[1]
     assert transposed.memory == make.memory
@@ -120,12 +120,12 @@ def test_views_of_views_add_up_and_hold_the_memory() -> None:
         torch.ones(20),
     )
     run, dropped, last = script.events
-    assert isinstance(run, Run)
+    assert isinstance(run, LaunchKernel)
     values = script.tape.replay([7, None])
     assert values is not None
     assert values[run.arguments[0].offset] == 10
     assert dropped == Drop(0)
-    assert isinstance(last, Run)
+    assert isinstance(last, LaunchKernel)
     assert (run.number, last.number) == (0, 1)
 
 
@@ -155,7 +155,7 @@ def test_results_that_are_one_object() -> None:
         "y = empty_strided_cuda((2, ), (1, ), torch.float32)\nreturn (args[1], y, y)", 3, torch.ones(1)
     )
     assert script.identities == (0, 1, 1)
-    assert script.results[0] == Place(0)
+    assert script.results[0] == TensorRef(0)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_ops_in_place_return_their_argument() -> None:
         torch.ones(6),
     )
     call, run = script.events
-    assert isinstance(call, Call)
+    assert isinstance(call, CallLibrary)
     assert call.results == ()
-    assert isinstance(run, Run)
-    assert run.arguments[0] == Place(0)
+    assert isinstance(run, LaunchKernel)
+    assert run.arguments[0] == TensorRef(0)
     assert isinstance(run.arguments[1], torch.Tensor)
-    assert script.results == (Place(0),)
+    assert script.results == (TensorRef(0),)
 
 
 def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
@@ -214,7 +214,7 @@ def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
     given = [3, torch.ones(3, device="meta"), torch.ones(())]
     script = traced(module["call"], given, torch.device("meta"), kernels)
     assert script.inputs == (1,)
-    (call,) = (event for event in script.events if isinstance(event, Call))
+    (call,) = (event for event in script.events if isinstance(event, CallLibrary))
     assert call.arguments[0] == Host(2)
     assert script.results[1] == Host(2)
     calls = [LibraryCall(call, (HostOperand(torch.rand(())), 0.5, True), 0) for _ in range(2)]

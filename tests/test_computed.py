@@ -23,7 +23,7 @@ from pgraph.compute import compare
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import Run
+from pgraph.compute.script import LaunchKernel
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
@@ -420,7 +420,7 @@ def test_launches_with_equal_samples_share_a_node(monkeypatch: pytest.MonkeyPatc
     model = compiled(deep)
     call(model, WARM, deep)
     found = computer()
-    launches = [event for event in found._script.events if isinstance(event, Run)]
+    launches = [event for event in found._script.events if isinstance(event, LaunchKernel)]
     assert len(set(found._alike.values())) < len(found._alike) == len(launches)
     taken: list[tuple[Any, ...]] = []
     real = Computer.recording
@@ -473,7 +473,7 @@ def test_a_launch_with_another_sample_has_its_own_node() -> None:
     found = Computer(Driver(), work)  # type: ignore[arg-type]
     found._samples = dict(enumerate(samples))
     for number in range(len(samples)):
-        event = Run(number, "kernel", None, ())
+        event = LaunchKernel(number, "kernel", None, ())
         made, _ = found._node(0, event, [3])
         found._alike[number] = found._first_like(event, [3], made)
     # After four that differ no other one is kept to be compared with.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support_allocator import MB, Memory
 
-from pgraph.runtime.layouts import Layouts
+from pgraph.runtime.layouts import SettledLayouts
 
 # Blocks of more than 1 MB in a training step of a BERT of 58 MB of weights, logged on an H100:
 # sizes in MB as they are taken, and "-3" for the fourth that was taken when it is given back.
@@ -53,7 +53,7 @@ def growth() -> int:
 
 
 def test_the_first_round_does_not_tell() -> None:
-    piece = Layouts(growth()).piece(growth())
+    piece = SettledLayouts(growth()).piece(growth())
     assert reserved(piece, 1) < reserved(0, 1), "one piece looks better"
     assert reserved(piece, 2) > reserved(0, 2)
     assert reserved(piece, 2) == reserved(piece, 6)
@@ -61,7 +61,7 @@ def test_the_first_round_does_not_tell() -> None:
 
 def test_a_layout_that_suits_the_program_is_found() -> None:
     need = growth()
-    layouts, held = Layouts(need), dict[int, int]()
+    layouts, held = SettledLayouts(need), dict[int, int]()
     while True:
         piece = layouts.piece(need)
         layouts.taken(piece)

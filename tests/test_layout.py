@@ -121,3 +121,14 @@ def test_the_core_is_read_in_one_sitting() -> None:
     told = (ROOT / "README.md").read_text()
     places = [told.index(f"`{name}`", told.index("**The core**")) for name in CORE]
     assert places == sorted(places), "pgraph/README.md tells another order"
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Wherever it is: who reads of one, or is told of one by an error, need not ask which."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
+    assert len(found) > 200
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, ValueGuard, lazy_bits
-from pgraph.launch.lookup import Lookup, Number, numbered
+from pgraph.launch.lookup import Lookup, PartKind, numbered
 from pgraph.launch.native import native_addresses
 from pgraph.launch.program import Program
 from pgraph.native import libraries
@@ -106,7 +106,7 @@ def test_strides_of_single_elements_are_not_in_the_key(program: Program) -> None
     """Guards do not look at them."""
     layouts = [((3, 2), (5, 1)), ((3, 2), (9, 1)), ((1, 2), (9, 1)), ((0, 2), (9, 1))]
     known = [Guards((TensorGuard(1, *layout, 0),), (ValueGuard(0, 42),)) for layout in layouts]
-    assert [part.number for part in numbered(known).parts] == [Number.STRIDE, Number.SIZE]
+    assert [part.number for part in numbered(known).parts] == [PartKind.STRIDE, PartKind.SIZE]
     calls = serves(program, known) if libraries.load_call() is not None else ()
     memory = torch.randn(64)
     cases = [((3, 2), (9, 1), 1), ((1, 2), (7, 1), 2), ((0, 2), (7, 1), 3), ((3, 2), (7, 1), None)]
@@ -170,13 +170,13 @@ def test_what_was_there_is_not_added_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_what_differs_is_read() -> None:
     """Of a hundred sizes each is the only candidate, by one number or by two."""
     one = numbered(sized(n, 8) for n in range(2, 102))
-    assert [(part.number, part.position, part.dim) for part in one.parts] == [(Number.SIZE, 1, 0)]
+    assert [(part.number, part.position, part.dim) for part in one.parts] == [(PartKind.SIZE, 1, 0)]
     assert [i for _, i in one.candidates([None, torch.empty(52, 8)])] == [50]
     two = numbered(sized(n, m) for n in range(2, 12) for m in range(2, 12))
     assert len(two.parts) == 2
     assert [i for _, i in two.candidates([None, torch.empty(5, 9)])] == [37]
     values = numbered(sized(4, 4, values=(ValueGuard(2, n),)) for n in range(9))
-    assert [part.number for part in values.parts] == [Number.VALUE]
+    assert [part.number for part in values.parts] == [PartKind.VALUE]
     assert [i for _, i in values.candidates([None, None, 6.0])] == [6]
 
 

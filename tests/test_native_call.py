@@ -22,7 +22,7 @@ from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, in_pyt
 from pgraph import compat
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
-from pgraph.launch.lookup import Number, numbered
+from pgraph.launch.lookup import PartKind, numbered
 from pgraph.launch.native import native_launch, native_program
 from pgraph.launch.program import Program, Result, Source
 from pgraph.launch.views import view
@@ -544,7 +544,7 @@ def test_every_program_is_launched_by_both(cases: list[dict[str, Any]], turns: l
 
 def test_what_c_numbers_is_what_python_numbers() -> None:
     module = libraries.load_call()
-    for numbered_there in (Source, Number):
+    for numbered_there in (Source, PartKind):
         assert {x.name: getattr(module, x.name) for x in numbered_there} == {
             x.name: x for x in numbered_there
         }

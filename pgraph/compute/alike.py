@@ -14,7 +14,19 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from pgraph.compute.script import Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script, Sort
+from pgraph.compute.script import (
+    CallLibrary,
+    Check,
+    Drop,
+    Event,
+    Figure,
+    Host,
+    LaunchKernel,
+    Make,
+    Script,
+    Sort,
+    TensorRef,
+)
 
 __all__ = ["Given", "Kind", "Kinds", "kinds_of"]
 
@@ -74,7 +86,9 @@ class Kinds:
     of_memory: tuple[int, ...]
 
 
-def kinds_of(script: Script, inputs: Sequence[int], sample: Callable[[Run], Hashable] | None) -> Kinds:
+def kinds_of(
+    script: Script, inputs: Sequence[int], sample: Callable[[LaunchKernel], Hashable] | None
+) -> Kinds:
     """The kinds of a script's events.
 
     Args:
@@ -94,7 +108,7 @@ class _KindsFound:
     """Events being sorted."""
 
     def __init__(
-        self, script: Script, inputs: Sequence[int], sample: Callable[[Run], Hashable] | None
+        self, script: Script, inputs: Sequence[int], sample: Callable[[LaunchKernel], Hashable] | None
     ) -> None:
         self._sample = sample
         self.origins: dict[Hashable, int] = {}
@@ -122,7 +136,7 @@ class _KindsFound:
         self.of_events.append(number)
         if isinstance(event, Make):
             (self.of_memory[event.memory],) = self.kinds[number].results
-        elif isinstance(event, Call):
+        elif isinstance(event, CallLibrary):
             self.of_memory.update(zip(event.results, self.kinds[number].results, strict=True))
 
     def _said(self, event: Event, sort: Sort, tensors: tuple[int, ...]) -> Hashable | None:
@@ -133,7 +147,7 @@ class _KindsFound:
             return sort.number, tensors
         if self._sample is None:
             return None
-        sample: Any = self._sample(event) if isinstance(event, Run) else ()
+        sample: Any = self._sample(event) if isinstance(event, LaunchKernel) else ()
         return None if sample is None else (sort.number, sample, tensors)
 
     def _of_tensor(self, memory: int, view: int | None) -> int:
@@ -151,11 +165,11 @@ class _KindsFound:
 
 
 def _given(event: Event) -> Given:
-    arguments = event.arguments if isinstance(event, Run | Call) else ()
+    arguments = event.arguments if isinstance(event, LaunchKernel | CallLibrary) else ()
     told = [(at, value) for at, value in enumerate(arguments)]
-    tensors = tuple([(at, value.memory) for at, value in told if isinstance(value, Place)])
+    tensors = tuple([(at, value.memory) for at, value in told if isinstance(value, TensorRef)])
     return Given(
-        tuple([None if isinstance(value, Place | Figure | Host) else value for value in arguments]),
+        tuple([None if isinstance(value, TensorRef | Figure | Host) else value for value in arguments]),
         tensors,
         tuple([(at, value.place) for at, value in told if isinstance(value, Figure)]),
         tuple([(at, value.position) for at, value in told if isinstance(value, Host)]),

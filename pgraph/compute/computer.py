@@ -24,7 +24,7 @@ from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept, without_memory
 from pgraph.compute.host_memory import mapped
 from pgraph.compute.pieces import Proved, Tools
-from pgraph.compute.script import Call, Run, Script, is_foreign
+from pgraph.compute.script import CallLibrary, LaunchKernel, Script, is_foreign
 from pgraph.compute.sites import LibraryCall, Sites
 from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
@@ -207,7 +207,7 @@ class Computer:
     ) -> None:
         script = self._follow(inputs)
 
-        def node(position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
+        def node(position: int, event: LaunchKernel, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
             if position < len(recording.nodes):
                 self._samples.setdefault(event.number, recording.nodes[position])
             made = self._node(position, event, arguments)
@@ -268,14 +268,14 @@ class Computer:
         pairs = zip(self._script.tape.arguments, self._seen, strict=True)
         return all(source.of(inputs) in seen or len(seen) >= ENOUGH for source, seen in pairs)
 
-    def _node(self, position: int, event: Run, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
+    def _node(self, position: int, event: LaunchKernel, arguments: Sequence[Any]) -> tuple[NodeRecord, Any]:
         sample = self._samples.get(event.number)
         made = self._driver.kernel_node(event.kernel, sample, arguments) if sample is not None else None
         if made is None:
             raise LaunchedOtherwiseError(f"{event.name} is launched in a way that cannot be computed")
         return made
 
-    def _first_like(self, event: Run, arguments: Sequence[Any], made: NodeRecord) -> int:
+    def _first_like(self, event: LaunchKernel, arguments: Sequence[Any], made: NodeRecord) -> int:
         """The first launch of a kernel whose sample gives this node, too.
 
         Then it gives the node of this launch for other arguments, too: see `Driver.kernel_node`.
@@ -312,7 +312,7 @@ class Computer:
         settings = self._settings.setdefault(compat.library_settings(), len(self._settings))
         missing: list[LibraryCall] = []
 
-        def site(event: Call, arguments: Sequence[Any]) -> Proved | None:
+        def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved | None:
             call = LibraryCall(event, tuple(arguments), settings)
             found = self._sites.get(call)
             if found is None:
@@ -334,7 +334,7 @@ class Computer:
         return evaluate(script, inputs, alignments, tools, self._latest)
 
 
-def result_types(event: Call, arguments: Sequence[Any]) -> list[Any]:
+def result_types(event: CallLibrary, arguments: Sequence[Any]) -> list[Any]:
     """Types of a call's results, as PyTorch tells them for tensors without memory; none if it does not.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from pgraph.compute.alike import Kind
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.pieces import Form, Part, Proved, Tools
-from pgraph.compute.script import Call, Check, Figure, Host, Make, Place, Run, Script
+from pgraph.compute.script import CallLibrary, Check, Figure, Host, LaunchKernel, Make, Script, TensorRef
 from pgraph.compute.skeleton import Latest
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand
@@ -90,8 +90,8 @@ class _Evaluation:
         """Tell the part of each kind of event."""
         steps: dict[type, Callable[[Any, Kind], Part]] = {
             Make: self.make,
-            Run: self.run,
-            Call: self.call,
+            LaunchKernel: self.run,
+            CallLibrary: self.call,
             Check: self.check,
         }
         for kind in self.kinds.all:
@@ -112,7 +112,7 @@ class _Evaluation:
         size, stride = self.numbers(of_size), self.numbers(of_stride)
         return extent(size, stride) * dtype.itemsize, self.layouts.number(size, stride, dtype)
 
-    def run(self, event: Run, kind: Kind) -> Part:
+    def run(self, event: LaunchKernel, kind: Kind) -> Part:
         layouts = self.told(kind)
         sample = self.tools.sample(event) if self.tools.sample is not None else None
         number = self.script.sorts[kind.first].number
@@ -124,7 +124,7 @@ class _Evaluation:
             part = self.known[key] = self.launched(event, kind, layouts)
         return part
 
-    def launched(self, event: Run, kind: Kind, layouts: Sequence[int]) -> Part:
+    def launched(self, event: LaunchKernel, kind: Kind, layouts: Sequence[int]) -> Part:
         node, addresses = self.tools.node(self.nodes, event, self.given_to(kind, layouts))
         # All but constants, which stay where they are.
         tensors = kind.given.numbers
@@ -132,7 +132,7 @@ class _Evaluation:
         form = Form((node.kind,), tuple([(0, byte, i) for byte, i in found]))
         return Part((node,), form, tuple([self.layouts.known[layouts[i]].into for _, i in found]))
 
-    def call(self, event: Call, kind: Kind) -> Part:
+    def call(self, event: CallLibrary, kind: Kind) -> Part:
         layouts = self.told(kind)
         key = self.script.sorts[kind.first].number, *layouts
         part = self.known.get(key) if self.alike(kind) else None
@@ -149,7 +149,7 @@ class _Evaluation:
         """Whether a call may be the same as another one."""
         return self.script.sorts[kind.first].number is not None and self.tools.sample is not None
 
-    def recorded(self, event: Call, kind: Kind, layouts: Sequence[int]) -> Part:
+    def recorded(self, event: CallLibrary, kind: Kind, layouts: Sequence[int]) -> Part:
         """The part of a library call. If it is not known it is recorded, together with those to come."""
         part = self.called(event, kind, layouts)
         if part is None and self.tools.record is not None and self.rounds < _ROUNDS:
@@ -162,7 +162,7 @@ class _Evaluation:
             raise NotComputableError("library calls depend on one another in ways that cannot be told")
         return part
 
-    def called(self, event: Call, kind: Kind, layouts: Sequence[int]) -> Part | None:
+    def called(self, event: CallLibrary, kind: Kind, layouts: Sequence[int]) -> Part | None:
         key = kind.first, *layouts
         known = self.fresh.get(key)
         if known is None:
@@ -204,10 +204,10 @@ class _Evaluation:
                 if isinstance(event, Make):
                     found = self.whole(event.size, event.stride, event.dtype)
                     self.layout_of[later.results[0]] = found[1]
-                elif isinstance(event, Call):
+                elif isinstance(event, CallLibrary):
                     self.foretell(later, self.asked(event, later))
 
-    def asked(self, event: Call, kind: Kind) -> Part | None:
+    def asked(self, event: CallLibrary, kind: Kind) -> Part | None:
         """The part of a call to come; None if that, or the layout of an argument, is not known."""
         told = [layout for origin in kind.tensors if (layout := self.layout_of[origin]) is not None]
         if len(told) < len(kind.tensors):
@@ -220,7 +220,7 @@ class _Evaluation:
     def foretell(self, kind: Kind, part: Part | None) -> None:
         """The layouts of a call's results: as it is known, or as the generated code tells them."""
         event = self.script.events[kind.first]
-        assert isinstance(event, Call)
+        assert isinstance(event, CallLibrary)
         types: Sequence[Any] | None = None
         for i, (memory, origin) in enumerate(zip(event.results, kind.results, strict=True)):
             found = part.results[i] if part is not None else None
@@ -234,7 +234,7 @@ class _Evaluation:
                 if dtype is not None:
                     self.layout_of[origin] = self.whole(*layout, dtype)[1]
 
-    def foretold(self, event: Call, kind: Kind) -> Sequence[Any]:
+    def foretold(self, event: CallLibrary, kind: Kind) -> Sequence[Any]:
         """Types of a call's results, where none was ever seen."""
         told = [layout for origin in kind.tensors if (layout := self.layout_of[origin]) is not None]
         known = len(told) == len(kind.tensors)
@@ -338,7 +338,7 @@ class _Evaluation:
         return recording, skeleton.slots(self.parts)
 
     def constant(self, leaf: Any) -> OutputSpec:
-        if isinstance(leaf, Place):
+        if isinstance(leaf, TensorRef):
             return self.constants[self.kinds.of_memory[leaf.memory]]
         if isinstance(leaf, Host):
             return OutputSpec(constant=self.arguments[leaf.position], unread=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from pgraph.compute.script import Call, Run
+from pgraph.compute.script import CallLibrary, LaunchKernel
 from pgraph.template.recording import NodeRecord, OutputSpec, Recording
 from pgraph.template.template import Slot
 from pgraph.template.topology import Topology
@@ -71,10 +71,10 @@ class Tools:
         foretell: types of a call's results before it was ever recorded; none if they cannot be told.
     """
 
-    node: Callable[[int, Run, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
-    site: Callable[[Call, Sequence[Any]], Proved | None]
+    node: Callable[[int, LaunchKernel, Sequence[Any]], tuple[NodeRecord, Sequence[tuple[int, int]]]]
+    site: Callable[[CallLibrary, Sequence[Any]], Proved | None]
     types: dict[int, Any]
-    sample: Callable[[Run], Hashable] | None = None
+    sample: Callable[[LaunchKernel], Hashable] | None = None
     offsets: bool = True
     record: Callable[[], Sequence[Proved | None]] | None = None
-    foretell: Callable[[Call, Sequence[Any]], Sequence[Any]] = lambda event, arguments: ()
+    foretell: Callable[[CallLibrary, Sequence[Any]], Sequence[Any]] = lambda event, arguments: ()

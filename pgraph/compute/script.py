@@ -21,15 +21,15 @@ from pgraph.ops.fx import is_builtin, op_name
 __all__ = [
     *(
         "PLAIN",
-        "Call",
+        "CallLibrary",
         "Check",
         "Drop",
         "Event",
         "Figure",
         "Host",
         "Make",
-        "Place",
-        "Run",
+        "TensorRef",
+        "LaunchKernel",
         "Script",
         "Sort",
         "View",
@@ -64,7 +64,7 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class TensorRef:
     """A tensor.
 
     Args:
@@ -90,13 +90,13 @@ class Make:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class LaunchKernel:
     """A generated kernel is launched.
 
     Args:
         number: of the launch, among all launches of kernels.
         kernel: as the generated module has it.
-        arguments: a `Place`, a `Figure`, or a value.
+        arguments: a `TensorRef`, a `Figure`, or a value.
     """
 
     number: int
@@ -106,13 +106,13 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class CallLibrary:
     """A library is called.
 
     Args:
         kind: equal for calls of the same function with arguments nested alike.
         function: takes what `spec` makes of the arguments.
-        arguments: a `Place`, a `Figure`, or a value.
+        arguments: a `TensorRef`, a `Figure`, or a value.
         spec: how the arguments are nested.
         results: memory that each result comes with.
     """
@@ -128,7 +128,7 @@ class Call:
 class Check:
     """A tensor must be laid out like this."""
 
-    tensor: Place
+    tensor: TensorRef
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -140,10 +140,10 @@ class Drop:
     memory: int
 
 
-Event = Make | Run | Call | Check | Drop
+Event = Make | LaunchKernel | CallLibrary | Check | Drop
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, stride and offset of a `Place`."""
+"""Size, stride and offset of a `TensorRef`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +169,8 @@ class Script:
         constants: (position, value) of the arguments that are neither tensors nor whole numbers: the script
             has them as they were.
         events: in order.
-        results: a `Place`, a `Figure`, or a value; equal numbers in `identities` are one and the same object.
+        results: a `TensorRef`, a `Figure`, or a value; equal numbers in `identities` are one and the same
+            object.
         memories: how many there are.
         layouts: (size, stride) of results of library calls, by memory, where the code checks them.
 
@@ -194,7 +195,7 @@ class Script:
     sorts: tuple[Sort, ...] = dataclasses.field(init=False, repr=False, compare=False)
     views: tuple[View, ...] = dataclasses.field(init=False, repr=False, compare=False)
     shown: tuple[int | None, ...] = dataclasses.field(init=False, repr=False, compare=False)
-    runs: tuple[Run, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    runs: tuple[LaunchKernel, ...] = dataclasses.field(init=False, repr=False, compare=False)
     returned: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
     offsets: bool = dataclasses.field(init=False, repr=False, compare=False)
     foreign: bool = dataclasses.field(init=False, repr=False, compare=False)
@@ -202,11 +203,13 @@ class Script:
     def __post_init__(self) -> None:
         sorting = _Sorting()
         object.__setattr__(self, "sorts", tuple(map(sorting.sort, self.events)))
-        shown = [sorting.view(leaf) if isinstance(leaf, Place) else None for leaf in self.results]
+        shown = [sorting.view(leaf) if isinstance(leaf, TensorRef) else None for leaf in self.results]
         object.__setattr__(self, "shown", tuple(shown))
         object.__setattr__(self, "views", tuple(sorting.views))
-        object.__setattr__(self, "runs", tuple([event for event in self.events if isinstance(event, Run)]))
-        calls = [event for event in self.events if isinstance(event, Call)]
+        object.__setattr__(
+            self, "runs", tuple([event for event in self.events if isinstance(event, LaunchKernel)])
+        )
+        calls = [event for event in self.events if isinstance(event, CallLibrary)]
         object.__setattr__(self, "returned", tuple([memory for call in calls for memory in call.results]))
         functions = {call.kind: call.function for call in calls}
         object.__setattr__(self, "offsets", any(map(asks_for_offsets, functions.values())))
@@ -268,19 +271,19 @@ class _Sorting:
         elif isinstance(event, Check):
             said += event.size, event.stride
             arguments = (event.tensor,)
-        elif isinstance(event, Run):
+        elif isinstance(event, LaunchKernel):
             said += event.name, id(event.kernel)
             arguments = event.arguments
-        elif isinstance(event, Call):
+        elif isinstance(event, CallLibrary):
             said += event.kind, len(event.results)
             arguments = event.arguments
         memories: dict[int, int] = {}  # each has a number within the event
         said += [_said(value, memories) for value in arguments]
         known = all(x is not None for x in said)
         number = self._numbers.setdefault(tuple(said), len(self._numbers)) if known else None
-        return Sort(number, tuple([(a.memory, self.view(a)) for a in arguments if isinstance(a, Place)]))
+        return Sort(number, tuple([(a.memory, self.view(a)) for a in arguments if isinstance(a, TensorRef)]))
 
-    def view(self, place: Place) -> int | None:
+    def view(self, place: TensorRef) -> int | None:
         """The number of a view; None if the place is none."""
         if place.size is None or place.stride is None or place.offset is None:
             return None
@@ -289,8 +292,8 @@ class _Sorting:
 
 def _said(value: Any, memories: dict[int, int]) -> Hashable | None:
     """What an argument says, but for the memory and the layout of a tensor; None if that cannot be told."""
-    if isinstance(value, Place):
-        return Place, memories.setdefault(value.memory, len(memories))
+    if isinstance(value, TensorRef):
+        return TensorRef, memories.setdefault(value.memory, len(memories))
     if isinstance(value, Figure):
         return Figure, value.place
     if type(value) not in PLAIN or value != value:  # a nan's text does not tell which one

@@ -31,7 +31,7 @@ from pgraph.capture.record import record
 from pgraph.compute.compare import kind_of, launches, loose_words
 from pgraph.compute.errors import NotComputableError, RunTogetherError
 from pgraph.compute.pieces import Proved
-from pgraph.compute.script import Call
+from pgraph.compute.script import CallLibrary
 from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
 from pgraph.drivers.operands import HostOperand, Operand, distinct
 from pgraph.errors import CaptureError, MatchError, RecountError
@@ -61,7 +61,7 @@ class LibraryCall:
         key: equal for calls of one script that record the same nodes, but for addresses.
     """
 
-    event: Call
+    event: CallLibrary
     arguments: tuple[Any, ...]
     settings: int
     operands: list[Operand] = dataclasses.field(init=False, repr=False, compare=False)
@@ -216,7 +216,7 @@ class Sites:
                 self.padding.setdefault(kind_of(a), set()).update(found)
 
 
-class _Place(NamedTuple):
+class _CallRange(NamedTuple):
     """Where a call is in a recording of several.
 
     Args:
@@ -242,7 +242,7 @@ class _Together(NamedTuple):
 
     recording: Recording
     calls: Sequence[LibraryCall]
-    places: Sequence[_Place]
+    places: Sequence[_CallRange]
     counts: Sequence[int]
 
 
@@ -260,7 +260,7 @@ def _capture(
     """Record calls, with a kernel of our own between any two if `spaced`."""
     operands = [operand for call in calls for operand in call.operands]
     aligned = [_alignment(operand.address) for operand in operands]
-    ends: list[_Place] = []
+    ends: list[_CallRange] = []
     counts: list[int] = []
     counters: list[Callable[[], int]] = []
 
@@ -275,7 +275,7 @@ def _capture(
                 between.fill_(1.0)  # a kernel: Note [Early kernels]
             first, low = counters[0](), arena.position
             made = call.run(mine)
-            ends.append(_Place(first, counters[0](), low, arena.position))
+            ends.append(_CallRange(first, counters[0](), low, arena.position))
             counts.append(len(made))
             results += made
         between.fill_(1.0)  # it waits for all nodes of the last call

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pgraph.compute.alike import Kinds, kinds_of
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.pieces import Part
-from pgraph.compute.script import Call, Check, Drop, Make, Place, Run, Script
+from pgraph.compute.script import CallLibrary, Check, Drop, LaunchKernel, Make, Script, TensorRef
 from pgraph.drivers.operands import Layout
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, TensorSpec
 from pgraph.template.template import Slot
@@ -52,7 +52,7 @@ class _Range:
     library: bool = False
 
 
-class _Result(NamedTuple):
+class _LaidResult(NamedTuple):
     """A result that is a tensor with a layout of its own.
 
     Args:
@@ -106,9 +106,9 @@ class Skeleton:
             region: number of the allocation in which each memory lies; None for a constant.
         """
         constants, layouts = [], dict[tuple[int, int | None], int]()
-        self._results: list[_Result] = []
+        self._results: list[_LaidResult] = []
         for position, (leaf, view) in enumerate(zip(script.results, script.shown, strict=True)):
-            r = region[leaf.memory] if isinstance(leaf, Place) else None
+            r = region[leaf.memory] if isinstance(leaf, TensorRef) else None
             if r is None:
                 constants.append(position)
                 continue
@@ -119,7 +119,7 @@ class Skeleton:
             laid = layouts.setdefault((kinds.of_memory[leaf.memory], view), len(layouts))
             first = script.identities[position]
             same = first if first < position and not is_input else None
-            self._results.append(_Result(position, r, r if is_input else None, laid, same))
+            self._results.append(_LaidResult(position, r, r if is_input else None, laid, same))
         self.constants, self.layouts = tuple(constants), tuple(layouts)
         self._laid = [None] * len(layouts)
 
@@ -202,7 +202,7 @@ class Latest:
         self._skeletons: OrderedDict[Hashable, Skeleton] = OrderedDict()
 
     def kinds(
-        self, script: Script, inputs: tuple[int, ...], sample: Callable[[Run], Hashable] | None
+        self, script: Script, inputs: tuple[int, ...], sample: Callable[[LaunchKernel], Hashable] | None
     ) -> Kinds:
         """As `kinds_of` gives them."""
         if sample is None:  # nothing is like anything else, which is asked for but a few times
@@ -239,8 +239,8 @@ def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleto
     drafting = _Drafting(script, parts)
     steps: dict[type, Callable[[Any, Any, int], None]] = {
         Make: drafting.make,
-        Run: drafting.run,
-        Call: drafting.call,
+        LaunchKernel: drafting.run,
+        CallLibrary: drafting.call,
         Drop: drafting.drop,
     }
     for event, sort, kind in zip(script.events, script.sorts, kinds.of_events, strict=True):
@@ -280,10 +280,10 @@ class _Drafting:
     def make(self, event: Make, _: Any, kind: int) -> None:
         self.range_of[event.memory] = self._range(_Range(kind, -1, self.boundary()))
 
-    def run(self, _: Run, sort: Any, kind: int) -> None:
+    def run(self, _: LaunchKernel, sort: Any, kind: int) -> None:
         self._add(sort, kind)
 
-    def call(self, event: Call, sort: Any, kind: int) -> None:
+    def call(self, event: CallLibrary, sort: Any, kind: int) -> None:
         first, part = self.boundary(), self._parts[kind]
         made = self._add(sort, kind)
         self.steps.update([first + step for step in part.form.steps])

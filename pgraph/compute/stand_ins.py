@@ -24,7 +24,7 @@ SETS: Final = ENOUGH
 """Of sizes: those of the first call, and others."""
 
 
-class _Layout(NamedTuple):
+class _Strided(NamedTuple):
     """Of a tensor, in elements."""
 
     size: tuple[int, ...]
@@ -41,7 +41,7 @@ class ArgumentSizes:
         numbers: among the arguments.
     """
 
-    layouts: Mapping[int, _Layout]
+    layouts: Mapping[int, _Strided]
     numbers: Mapping[int, int]
 
     def are_of(self, arguments: Sequence[Any]) -> bool:
@@ -123,14 +123,14 @@ class Family:
 
     def _at(self, values: Mapping[str, int]) -> ArgumentSizes:
         numbers = iter(self._known.at(values))
-        layouts: dict[int, _Layout] = {}
+        layouts: dict[int, _Strided] = {}
         plain: dict[int, int] = {}
         for (i, dims), count in zip(self._dims.items(), self._counts, strict=True):
             known = tuple(itertools.islice(numbers, count))
             if dims is None:
                 (plain[i],) = known
             else:
-                layouts[i] = _Layout(known[:dims], known[dims:-1], known[-1])
+                layouts[i] = _Strided(known[:dims], known[dims:-1], known[-1])
         return ArgumentSizes(layouts, plain)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, Self
 
 from pgraph.compute.errors import NotComputableError
 
-__all__ = ["Number", "Real", "Source", "Tape"]
+__all__ = ["Number", "NumberSource", "Real", "Tape"]
 
 _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "+": operator.add,
@@ -43,7 +43,7 @@ _RELATIONS: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class NumberSource:
     """Where the arguments of some code tell a number.
 
     Args:
@@ -76,10 +76,10 @@ class Tape:
         self._values: list[Any] = []
         self._places: dict[tuple[str, Any, int], int] = {}
         self._guards: dict[tuple[str, int, int], bool] = {}
-        self.arguments: list[Source] = []
+        self.arguments: list[NumberSource] = []
         """Of the numbers that the code was given, in the order in which it was."""
 
-    def argument(self, source: Source, value: int) -> Number:
+    def argument(self, source: NumberSource, value: int) -> Number:
         """A number that the code is given."""
         row = ("argument", source, 0)
         if row not in self._places:

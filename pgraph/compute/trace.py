@@ -33,8 +33,20 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.script import PLAIN, Call, Check, Drop, Event, Figure, Host, Make, Place, Run, Script
-from pgraph.compute.tape import Number, Real, Source, Tape
+from pgraph.compute.script import (
+    PLAIN,
+    CallLibrary,
+    Check,
+    Drop,
+    Event,
+    Figure,
+    Host,
+    LaunchKernel,
+    Make,
+    Script,
+    TensorRef,
+)
+from pgraph.compute.tape import Number, NumberSource, Real, Tape
 
 __all__ = ["traced"]
 
@@ -49,7 +61,7 @@ class _Stand:
 
     __slots__ = ("dtype", "place", "trace")
 
-    def __init__(self, trace: _Trace, place: Place, dtype: Any) -> None:
+    def __init__(self, trace: _Trace, place: TensorRef, dtype: Any) -> None:
         self.trace, self.place, self.dtype = trace, place, dtype
         trace.held[place.memory] += 1
 
@@ -66,7 +78,7 @@ class _Input(_Stand):
     __slots__ = ("_layout", "_position")
 
     def __init__(self, trace: _Trace, position: int, tensor: torch.Tensor) -> None:
-        super().__init__(trace, Place(trace.memory()), tensor.dtype)
+        super().__init__(trace, TensorRef(trace.memory()), tensor.dtype)
         self._position = position
         self._layout = {"size": tuple(tensor.size()), "stride": tuple(tensor.stride())}
 
@@ -78,7 +90,9 @@ class _Input(_Stand):
 
     def _numbers(self, method: str) -> tuple[Number, ...]:
         tape, told = self.trace.tape, self._layout[method]
-        return tuple(tape.argument(Source(self._position, method, dim), n) for dim, n in enumerate(told))
+        return tuple(
+            tape.argument(NumberSource(self._position, method, dim), n) for dim, n in enumerate(told)
+        )
 
 
 class _Elsewhere:
@@ -126,7 +140,7 @@ class _Trace:
     def empty_strided(self, size: Sequence[Any], stride: Sequence[Any], dtype: Any) -> _Stand:
         memory = self.memory()
         self.events.append(Make(memory, self.numbers(size), self.numbers(stride), dtype))
-        return _Stand(self, Place(memory), dtype)
+        return _Stand(self, TensorRef(memory), dtype)
 
     def reinterpret_tensor(self, base: Any, size: Any, stride: Any, offset: Any = 0) -> _Stand:
         if not isinstance(base, _Stand):
@@ -137,7 +151,7 @@ class _Trace:
         elif base.place.offset is not None:
             both = (Number(self.tape, place) for place in (base.place.offset, further))
             further = self.tape.compute("+", *both).place
-        place = Place(base.place.memory, self.numbers(size), self.numbers(stride), further)
+        place = TensorRef(base.place.memory, self.numbers(size), self.numbers(stride), further)
         return _Stand(self, place, base.dtype)
 
     def assert_size_stride(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
@@ -153,7 +167,7 @@ class _Trace:
             unknown = options.keys() - {"stream"}
             if unknown:
                 raise NotComputableError(f"{name} is launched with {', '.join(sorted(unknown))}")
-            self.events.append(Run(self.launches, name, kernel, tuple(map(self.leaf, arguments))))
+            self.events.append(LaunchKernel(self.launches, name, kernel, tuple(map(self.leaf, arguments))))
             self.launches += 1
 
         return run
@@ -165,10 +179,10 @@ class _Trace:
         given = _returned_arguments(function, arguments, options)
         memories = tuple(self.memory() for result in given if result is None)
         kind = self.kinds.setdefault((function, spec), len(self.kinds))
-        self.events.append(Call(kind, function, known, spec, memories))
+        self.events.append(CallLibrary(kind, function, known, spec, memories))
         new = iter(memories)
         results = tuple(
-            _Stand(self, Place(next(new)), None) if result is None else result for result in given
+            _Stand(self, TensorRef(next(new)), None) if result is None else result for result in given
         )
         return results[0] if len(results) == 1 else results or None
 
@@ -270,7 +284,7 @@ def traced(
         if i in inputs:
             given.append(_Input(trace, i, value))
         elif type(value) is int:
-            given.append(trace.tape.argument(Source(i), value))
+            given.append(trace.tape.argument(NumberSource(i), value))
         elif isinstance(value, torch.Tensor):
             given.append(_Elsewhere(i))
         else:
@@ -290,7 +304,7 @@ def traced(
         trace.open = False
     first: dict[int, int] = {}
     identities = tuple(first.setdefault(id(r), i) for i, r in enumerate(results))
-    made = {memory for event in trace.events if isinstance(event, Call) for memory in event.results}
+    made = {memory for event in trace.events if isinstance(event, CallLibrary) for memory in event.results}
     layouts = {
         event.tensor.memory: (event.size, event.stride)
         for event in trace.events
@@ -321,11 +335,11 @@ def _stand_ins(trace: _Trace, namespace: Mapping[str, Any], kernels: Sequence[st
     found: dict[str, Any] = {}
     for name, real in namespace.items():
         if name in kernels:
-            found[name] = _Kernel(trace, name, real)
+            found[name] = _TracedKernel(trace, name, real)
         elif name in known:
             found[name] = known[name]
         elif name == "alloc_from_pool" or name.startswith("empty_strided"):
-            found[name] = _Refused(name)
+            found[name] = _Unfollowed(name)
         elif name in ("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"):
             found[name] = _Names(trace, real)
         elif real is math:
@@ -344,7 +358,7 @@ class _Math:
         return real if function is None else functools.partial(self._trace.applied, function, real)
 
 
-class _Kernel:
+class _TracedKernel:
     """In the place of a generated kernel: called, on a CPU, or run."""
 
     def __init__(self, trace: _Trace, name: str, real: Any) -> None:
@@ -354,7 +368,7 @@ class _Kernel:
         self._run(*arguments)
 
 
-class _Refused:
+class _Unfollowed:
     """In the place of what cannot be followed."""
 
     def __init__(self, name: str) -> None:

@@ -84,7 +84,7 @@ class _Explainer:
         self, fn: Callable[..., Any], steps: int | None, dynamic: bool | None, options: dict[str, Any]
     ) -> None:
         self._fn, self._steps, self._dynamic, self._options = fn, steps, dynamic, options
-        self._history: list[list[observe.Run]] = []
+        self._history: list[list[observe.TimedCall]] = []
         self._compiles = False
         free = "driver" not in options and not os.environ.get("PGRAPH_DRIVER")
         self._previews = free and not torch.cuda.is_available()
@@ -174,13 +174,13 @@ class _Explainer:
         options = {**self._options, "driver": "host"} if self._previews else self._options
         self._fn = torch.compile(self._fn, backend=backend, dynamic=self._dynamic, options=options or None)
 
-    def _step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[observe.Run]:
+    def _step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[observe.TimedCall]:
         with observe.watching() as watch:
             self._fn(*args, **kwargs)
         self._history.append(watch.runs)
         return watch.runs
 
-    def _own_code(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[observe.Run]]:
+    def _own_code(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[observe.TimedCall]]:
         """What the captured partitions' own code takes, where host times are those of a device."""
         built = [s.built for p in registry.live_capturable() for s in p.specializations()]
         if not any(one is not None and one.driver.host_times for one in built):
@@ -208,14 +208,14 @@ def _may_launch(partition: Any) -> bool:
     return bool(counters.facts.safe and counters.reason is None and counters.state != "set aside")
 
 
-def _times(partition: Any, steps: Sequence[Sequence[observe.Run]]) -> list[list[float]]:
+def _times(partition: Any, steps: Sequence[Sequence[observe.TimedCall]]) -> list[list[float]]:
     return [[run.seconds for run in step if run.partition is partition] for step in steps]
 
 
 def _partition(
     partition: Any,
-    measured: Sequence[Sequence[observe.Run]],
-    own: Sequence[Sequence[observe.Run]] = (),
+    measured: Sequence[Sequence[observe.TimedCall]],
+    own: Sequence[Sequence[observe.TimedCall]] = (),
 ) -> PartitionExplanation:
     counters: statistics.PartitionStats = partition.stats
     known = counters.facts

@@ -60,7 +60,7 @@ __all__ = [
     "RESULT_MOST",
     "TEMPORARY_MOST",
     "Allocation",
-    "Layouts",
+    "BlockLayouts",
     "Places",
     "Types",
     "allocation_of",
@@ -95,7 +95,7 @@ ALIKE = 8
 LARGE_PEAK = 128 << 20
 """Bytes at the peak of a program that may have such pieces: the other pool's segments take 20 MB at least."""
 
-Layouts = dict[int, TensorSpec]
+BlockLayouts = dict[int, TensorSpec]
 """By block."""
 
 Types = dict[int, torch.dtype]
@@ -123,7 +123,7 @@ class Allocation(NamedTuple):
     tenants: tuple[tuple[int, int], ...]
 
 
-def output_blocks(template: Template) -> tuple[Layouts, Types]:
+def output_blocks(template: Template) -> tuple[BlockLayouts, Types]:
     """Blocks with results in them.
 
     Returns:
@@ -135,7 +135,7 @@ def output_blocks(template: Template) -> tuple[Layouts, Types]:
         template.regions.column("nbytes"),
         template.plan.blocks.column("tenants"),
     )
-    direct: Layouts = {}
+    direct: BlockLayouts = {}
     dtypes: Types = {}
     for spec in template.outputs:
         region, layout = spec.region, spec.layout

@@ -19,12 +19,12 @@ from typing import Any, Generic, TypeVar
 
 from pgraph.launch.guards import Guards
 
-__all__ = ["Lookup", "Number", "Part", "numbered"]
+__all__ = ["KeyPart", "Lookup", "PartKind", "numbered"]
 
 T = TypeVar("T")
 
 
-class Number(enum.IntEnum):
+class PartKind(enum.IntEnum):
     """What a part of a key is. The values stand in `native/launch.c`, too, which is checked."""
 
     VALUE = 0
@@ -33,7 +33,7 @@ class Number(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class KeyPart:
     """A number that tells entries apart.
 
     Args:
@@ -44,26 +44,26 @@ class Part:
         index: of the guard, among those of tensors or those of values.
     """
 
-    number: Number
+    number: PartKind
     position: int
     dim: int
     index: int
 
     def of_guards(self, guards: Guards) -> int:
         """What it is wherever these guards hold."""
-        if self.number is Number.VALUE:
+        if self.number is PartKind.VALUE:
             return hash(guards.values[self.index].value)
         tensor = guards.tensors[self.index]
         size = tensor.size[self.dim]
-        return size if self.number is Number.SIZE else tensor.stride[self.dim] if size > 1 else 0
+        return size if self.number is PartKind.SIZE else tensor.stride[self.dim] if size > 1 else 0
 
     def of_arguments(self, args: Sequence[Any]) -> int:
         """What it is today."""
         argument = args[self.position]
-        if self.number is Number.VALUE:
+        if self.number is PartKind.VALUE:
             return hash(argument)
         size: int = argument.size(self.dim)
-        return size if self.number is Number.SIZE else argument.stride(self.dim) if size > 1 else 0
+        return size if self.number is PartKind.SIZE else argument.stride(self.dim) if size > 1 else 0
 
 
 class Lookup(Generic[T]):
@@ -78,7 +78,7 @@ class Lookup(Generic[T]):
     __slots__ = ("_buckets", "_shape", "entries", "keys", "parts")
 
     def __init__(self) -> None:
-        self.parts: tuple[Part, ...] = ()
+        self.parts: tuple[KeyPart, ...] = ()
         self.entries: list[tuple[Guards, T]] = []
         self.keys: list[tuple[int, ...]] = []
         self._buckets: dict[tuple[int, ...], tuple[tuple[Guards, T], ...]] = {}
@@ -154,22 +154,22 @@ def numbered(all_guards: Iterable[Guards], before: Lookup[int] | None = None) ->
     return lookup
 
 
-def _difference(a: Guards, b: Guards) -> Part | None:
+def _difference(a: Guards, b: Guards) -> KeyPart | None:
     """A number in which they differ, the cheapest to read first; None if a key cannot tell them apart."""
     numbers = [
-        Part(Number.VALUE, guard.position, 0, index)
+        KeyPart(PartKind.VALUE, guard.position, 0, index)
         for index, guard in enumerate(a.values)
         if hash(guard.value) != hash(b.values[index].value)
     ]
     if numbers:
         return numbers[0]
-    for number in (Number.SIZE, Number.STRIDE):
+    for number in (PartKind.SIZE, PartKind.STRIDE):
         for index, guard in enumerate(a.tensors):
             other = b.tensors[index]
             if (guard.size, guard.stride) == (other.size, other.stride):
                 continue
             for dim in range(len(guard.size)):
-                part = Part(number, guard.position, dim, index)
+                part = KeyPart(number, guard.position, dim, index)
                 if part.of_guards(a) != part.of_guards(b):
                     return part
     return None

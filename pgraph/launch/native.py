@@ -19,7 +19,7 @@ from pgraph.drivers.interface import Driver
 from pgraph.drivers.native_calls import NativeCalls
 from pgraph.launch.guards import Guards
 from pgraph.launch.interpreter import Launched
-from pgraph.launch.lookup import Lookup, Number
+from pgraph.launch.lookup import Lookup, PartKind
 from pgraph.launch.program import Program, Source
 from pgraph.launch.views import view
 from pgraph.native import libraries
@@ -92,7 +92,7 @@ def native_program(program: Program, calls: Calls | None = None) -> Any:
         return None
     if any(getattr(module, source.name) != source for source in Source):
         raise SystemError("launch/program.py and native/launch.c number the sources differently")
-    if any(getattr(module, number.name) != number for number in Number):
+    if any(getattr(module, number.name) != number for number in PartKind):
         raise SystemError("launch/lookup.py and native/launch.c number the parts of keys differently")
     return module.program(program, calls)
 

@@ -23,7 +23,7 @@ from pgraph.compat import reinterpret
 from pgraph.drivers.execs import Recipe
 from pgraph.launch.allocations import (
     Allocation,
-    Layouts,
+    BlockLayouts,
     Places,
     Types,
     allocation_of,
@@ -188,7 +188,7 @@ def _sharing_blocks(built: Built, results: Sequence[Result], positions: Collecti
     return found
 
 
-def _result(built: Built, spec: OutputSpec, direct: Layouts, dtypes: Types) -> Result:
+def _result(built: Built, spec: OutputSpec, direct: BlockLayouts, dtypes: Types) -> Result:
     if spec.region is None and spec.input is None:
         return Result(Source.CONSTANT, constant=spec.constant)
     if spec.input is not None:

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from pgraph import compat
 from pgraph.ops.fx import copied, output_values, symbols
 
-__all__ = ["Counted", "take_out"]
+__all__ = ["IdleNumbers", "take_out"]
 
 _NUMBERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST: Final = 1024
@@ -34,7 +34,7 @@ MadeOf = dict[Node, frozenset[Node]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Counted:
+class IdleNumbers:
     """A graph in which no op reads some numbers among the inputs, and how to call its code.
 
     Args:
@@ -78,7 +78,7 @@ class Counted:
         return compat.boxed(call)
 
 
-def take_out(gm: GraphModule) -> Counted | None:
+def take_out(gm: GraphModule) -> IdleNumbers | None:
     """Find numbers that no op reads, and leave out what results are made of them.
 
     Args:
@@ -103,7 +103,7 @@ def take_out(gm: GraphModule) -> Counted | None:
     others = [node for node in inputs if node in needed - found]
     make = _maker([*counters, *others], made_of, [values[i] for i in results], read)
     place = {node: position for position, node in enumerate(inputs)}
-    return Counted(
+    return IdleNumbers(
         _without(gm, results),
         tuple(place[node] for node in counters),
         tuple(place[node] for node in others),

@@ -12,7 +12,7 @@ reserved least stays.
 
 from __future__ import annotations
 
-__all__ = ["Layouts"]
+__all__ = ["SettledLayouts"]
 
 _SHARE = 0.95  # of what is needed: small blocks come from segments of their own
 _WORTH = 64 << 20  # bytes: where a round needs less, segments as they come will do
@@ -25,7 +25,7 @@ _FAIR = 1 / 8  # and by no more than this, no third layout is tried
 _PARTS = (1.0, 0.0, 1 / 2, 1 / 4, 1 / 8)  # of what is needed in one piece
 
 
-class Layouts:
+class SettledLayouts:
     """The layouts of one time that captures have settled.
 
     Args:

@@ -17,11 +17,11 @@ import torch
 
 from pgraph.ops.fx import VIEWS
 
-__all__ = ["Run", "Watch", "count_ops", "watching"]
+__all__ = ["TimedCall", "Watch", "count_ops", "watching"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class TimedCall:
     """One call of a partition.
 
     Args:
@@ -44,7 +44,7 @@ class Watch:
     """
 
     def __init__(self, mark: bool = False, uncaptured: bool = False) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[TimedCall] = []
         self._mark = mark
         self._uncaptured = uncaptured
         self._inside = threading.local()
@@ -65,7 +65,9 @@ class Watch:
                 result = run(args)
         finally:
             self._inside.yes = False
-        self.runs.append(Run(partition, time.perf_counter() - start, partition.stats.launches > launches))
+        self.runs.append(
+            TimedCall(partition, time.perf_counter() - start, partition.stats.launches > launches)
+        )
         return result
 
 

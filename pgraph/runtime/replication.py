@@ -57,7 +57,7 @@ _FLUX = 72  # of so many, most found a new set: it goes on like this
 _ROUNDS = 3  # for each set: of more sets than were found in fewer, some may not have come twice yet
 
 
-class _Pace(NamedTuple):
+class _WatchSchedule(NamedTuple):
     """When launches are watched.
 
     Args:
@@ -71,9 +71,9 @@ class _Pace(NamedTuple):
     last: int
 
 
-_ALONE: Final = _Pace(8, 24, 512)
-_OF_SEVERAL: Final = _Pace(12, 3, 36)
-_OF_FEW: Final = _Pace(1, 1, 36)  # a server of 32 sizes has nearly all of them after some 250 calls
+_ALONE: Final = _WatchSchedule(8, 24, 512)
+_OF_SEVERAL: Final = _WatchSchedule(12, 3, 36)
+_OF_FEW: Final = _WatchSchedule(1, 1, 36)  # a server of 32 sizes has nearly all of them after some 250 calls
 
 
 class Replication:

@@ -23,7 +23,7 @@ import threading
 
 from pgraph.drivers.interface import Driver
 from pgraph.runtime import progress
-from pgraph.runtime.layouts import Layouts
+from pgraph.runtime.layouts import SettledLayouts
 
 __all__ = ["Settling", "called", "captured", "pending"]
 
@@ -59,7 +59,7 @@ class Settling:
         self._calls = self._rounds = self._looks = 0
         self._least: int | None = None  # bytes in use, at most so few at any call of the second round
         self._peak = 0  # bytes in use while one of these was launched
-        self._layouts: Layouts | None = None  # once the cache was emptied
+        self._layouts: SettledLayouts | None = None  # once the cache was emptied
         self._due = True  # the layout of now is not made yet
         self._streams: set[int] = set()
 
@@ -106,7 +106,7 @@ class Settling:
         growth = self._peak - used if len(self._streams) == 1 else 0
         layouts = self._layouts
         if layouts is None:
-            layouts = Layouts(growth)
+            layouts = SettledLayouts(growth)
         elif not self._due:
             if layouts.judge(self._driver.reserved(), self._peak):
                 return True

@@ -132,7 +132,7 @@ def read_nodes(nodes: Sequence[int], with_kept: bool = True) -> tuple[NodeRecord
     return tuple(records)
 
 
-class _Kind(NamedTuple):
+class _KernelFacts(NamedTuple):
     """What kernel nodes have in common of one function, launched with the same dimensions in the same way.
 
     Args:
@@ -163,7 +163,7 @@ class _NodesAtOnce:
         # (type, code, function, dimensions and shared bytes, params, extra, kernel, context, buffer, bytes)
         self._read = list(struct.iter_unpack("=2iQ7I4x6Q", bytes(read)))
         self._functions: dict[int, tuple[Any, ...]] = {}
-        self._kinds: list[_Kind | None] = []
+        self._kinds: list[_KernelFacts | None] = []
         self._places = [0]  # where the parameters of each node begin, and of the last one end
         self._pack(library)
         attributes, demands, self._row = kept.wanted()
@@ -188,7 +188,7 @@ class _NodesAtOnce:
 
     def _pack(self, library: Any) -> None:
         """Copy all parameters into one buffer."""
-        entries, at, known = array.array("Q"), 0, dict[Hashable, _Kind]()
+        entries, at, known = array.array("Q"), 0, dict[Hashable, _KernelFacts]()
         for row in self._read:
             kind = None
             if row[0] == _KERNEL and not row[1]:
@@ -206,7 +206,7 @@ class _NodesAtOnce:
         library.pg_pack_all(ctypes.addressof(packed), here, count // 4)
         self._packed = packed.raw
 
-    def _kind(self, function: int, *rest: int) -> _Kind:
+    def _kind(self, function: int, *rest: int) -> _KernelFacts:
         *dimensions, shared, params, extra, _, ctx, _, nbytes = rest
         if function not in self._functions:
             name, layout = _function_facts(function)
@@ -220,7 +220,7 @@ class _NodesAtOnce:
         elif not params:
             layout, whole = (), 0
         header = (function, tuple(dimensions[:3]), tuple(dimensions[3:]), shared, ctx, passing)
-        return _Kind(name, header, passing, _structs(layout), whole, told, length)
+        return _KernelFacts(name, header, passing, _structs(layout), whole, told, length)
 
     def record(self, position: int) -> NodeRecord:
         """As `read_node`, of a kernel."""

@@ -21,7 +21,7 @@ __all__ = ["Outline", "Rehearsal"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kind:
+class _Flat:
     """What must not differ between what a rule says of a result and what a kernel makes."""
 
     dtype: torch.dtype
@@ -185,7 +185,7 @@ def _undisturbed(op: Any) -> Iterator[None]:
 
 def _kind(value: Any) -> Any:
     return (
-        _Kind(value.dtype, tuple(value.size())) if isinstance(value, torch.Tensor) else type(value).__name__
+        _Flat(value.dtype, tuple(value.size())) if isinstance(value, torch.Tensor) else type(value).__name__
     )
 
 
