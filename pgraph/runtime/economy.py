@@ -39,6 +39,8 @@ takes is told by other sizes' first runs, and does not count. The few captures f
 serve all sizes, not their own alone: it is enough that computing is expected to pay. And what launches have
 saved may be spent on computing, but for a part (`_SPENDS`), as long as sizes come back.
 
+What a capture costs is all that is done for it: to look at its size, and what execs of its own take later on.
+
 A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
 before the device has even begun with them, launches count as saving nothing.
 
