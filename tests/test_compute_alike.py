@@ -11,9 +11,9 @@ import torch
 from support_compute import F32, library, node_of, of_operands, script_of
 
 from pgraph.compute.evaluate import evaluate
+from pgraph.compute.library_call import LibraryCall
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import CallLibrary, LaunchKernel, Script
-from pgraph.compute.sites import LibraryCall
 from pgraph.compute.skeleton import Latest
 from pgraph.drivers.operands import Layout, Layouts, Operand
 from pgraph.template.recording import NodeRecord

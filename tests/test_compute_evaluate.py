@@ -15,9 +15,9 @@ from torch._inductor.select_algorithm import extern_kernels
 from pgraph.compute.computer import Computer, result_types
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
+from pgraph.compute.library_call import LibraryCall
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import CallLibrary, LaunchKernel, Script, asks_for_offsets, is_foreign
-from pgraph.compute.sites import LibraryCall
 from pgraph.drivers.operands import HostOperand, Operand
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, Recording, TensorSpec
 from pgraph.template.template import Slot

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from pgraph.compute.sites import LibraryCall, Sites
+from pgraph.compute.library_call import LibraryCall
+from pgraph.compute.sites import Sites
 from pgraph.drivers.host.driver import HostDriver
 from pgraph.drivers.operands import Operand, distinct
 from pgraph.template.recording import NodeRecord, Recording

@@ -12,8 +12,8 @@ import torch
 from torch._inductor.select_algorithm import extern_kernels
 
 from pgraph.compute.errors import NotComputableError
+from pgraph.compute.library_call import LibraryCall
 from pgraph.compute.script import CallLibrary, Check, Drop, Host, LaunchKernel, Make, Script, TensorRef
-from pgraph.compute.sites import LibraryCall
 from pgraph.compute.trace import traced
 from pgraph.drivers.operands import HostOperand
 

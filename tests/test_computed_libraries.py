@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from pgraph.drivers.host.driver import HostDriver, HostGraph, HostSession
 from pgraph.drivers.host.faults import HostFaults, inject
 from pgraph.errors import MatchError
 from pgraph.reasons import Reason
+from pgraph.runtime import registry
+from pgraph.template.recording import Recording
 from pgraph.template.topology import topology
 
 pytestmark = pytest.mark.usefixtures("no_lessons")
@@ -160,6 +163,26 @@ def test_only_calls_that_were_not_proved_are_recorded_twice(
     whole = captured[0]
     assert whole > 1
     assert captured == [whole, 1, *([] if alone else [whole]), whole, whole], "30 runs what 17 did"
+
+
+def test_calls_of_one_size_are_not_kept(of_our_own: list[tuple[int, int]]) -> None:
+    """What several sizes have in common is: a product whose sizes are always eight."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) is Recording for one in gc.get_objects())
+
+    model = compiled()
+    call(model, (*WARM, 17, 18))
+    before = kept()
+    of_our_own.clear()
+    call(model, range(19, 29))
+    assert made() == (15, 12)
+    assert [calls for _, calls in of_our_own] == [of_our_own[0][1]] * 10, "each has its own, and no others"
+    assert kept() == before
+    (partition,) = registry.live_capturable()
+    partition.reset()
+    call(model, (20, 19, 20, 19))
 
 
 @pytest.mark.parametrize("checking", [False, True])

@@ -23,9 +23,10 @@ from pgraph.compute.errors import LaunchedOtherwiseError, NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.first import First, kept, without_memory
 from pgraph.compute.host_memory import mapped
+from pgraph.compute.library_call import LibraryCall
 from pgraph.compute.pieces import Proved, Tools
 from pgraph.compute.script import CallLibrary, LaunchKernel, Script, is_foreign
-from pgraph.compute.sites import LibraryCall, Sites
+from pgraph.compute.sites import Sites
 from pgraph.compute.skeleton import Latest
 from pgraph.compute.trace import traced
 from pgraph.drivers.interface import Driver
@@ -128,6 +129,7 @@ class Computer:
                 self._forget()  # kernels may have been tuned anew
             return None
         self._failures, self.latest = 0, None
+        self._sites.evaluated()
         return found
 
     def look_ahead(self, cases: Sequence[tuple[Sequence[Any], Sequence[int]]]) -> None:
@@ -147,6 +149,7 @@ class Computer:
                     self._evaluated(script, inputs, alignments, self._node, told=missing)
             if missing:
                 self._sites.record(missing)
+                self._sites.expect(len(cases))
         except Exception as e:  # each size is tried by itself
             log.debug("no calls were recorded ahead: %s: %s", type(e).__name__, str(e))
 
@@ -311,6 +314,7 @@ class Computer:
         """
         settings = self._settings.setdefault(compat.library_settings(), len(self._settings))
         missing: list[LibraryCall] = []
+        self._sites.begin()
 
         def site(event: CallLibrary, arguments: Sequence[Any]) -> Proved | None:
             call = LibraryCall(event, tuple(arguments), settings)

@@ -25,15 +25,13 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.capture.record import record
 from pgraph.compute.compare import kind_of, launches, loose_words
 from pgraph.compute.errors import NotComputableError, RunTogetherError
+from pgraph.compute.library_call import LibraryCall, alignment
 from pgraph.compute.pieces import Proved
-from pgraph.compute.script import CallLibrary
-from pgraph.drivers.interface import ALIGNMENT, Arena, Driver
-from pgraph.drivers.operands import HostOperand, Operand, distinct
+from pgraph.drivers.interface import Arena, Driver
 from pgraph.errors import CaptureError, MatchError, RecountError
 from pgraph.template.match import match
 from pgraph.template.proofs import Proofs
@@ -41,55 +39,25 @@ from pgraph.template.ranges import RangeMap
 from pgraph.template.recording import GhostAllocation, Recording
 from pgraph.template.template import Slot, slots_of
 
-__all__ = ["LibraryCall", "Sites"]
+__all__ = ["Sites"]
 
 _MOST: Final = 1024
 """Calls that are remembered, of a few nodes each."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LibraryCall:
-    """A call of a library.
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A recording of a call.
 
     Args:
-        event: of the script.
-        arguments: an `Operand` for each tensor of the device, or a value.
-        settings: a number for those of libraries (`pgraph.compat.library_settings`).
-
-    Attributes:
-        operands: the tensors among its arguments, each once.
-        key: equal for calls of one script that record the same nodes, but for addresses.
+        proved: this.
+        turn: in which it was asked for; None if it was not.
+        shared: it was asked for in another one, too.
     """
 
-    event: CallLibrary
-    arguments: tuple[Any, ...]
-    settings: int
-    operands: list[Operand] = dataclasses.field(init=False, repr=False, compare=False)
-    key: Hashable = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        operands = [self.arguments[i] for i in distinct(self.arguments)]
-        object.__setattr__(self, "operands", operands)
-        given = sum([isinstance(a, Operand) for a in self.arguments])
-        same = tuple(self._numbers) if len(operands) < given else None
-        likeness = tuple(map(_likeness, self.arguments))
-        object.__setattr__(self, "key", (self.event.kind, likeness, same, self.settings))
-
-    @property
-    def _numbers(self) -> list[int]:
-        """For each argument that is a tensor, which one."""
-        return [self.operands.index(a) for a in self.arguments if isinstance(a, Operand)]
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Call with these operands; the results that are none of the arguments."""
-        at = iter(self._numbers)
-        given = [tensors[next(at)] if isinstance(a, Operand) else _value(a) for a in self.arguments]
-        args, options = tree_unflatten(given, self.event.spec)
-        known = {id(value) for value in given if isinstance(value, torch.Tensor)}
-        made = self.event.function(*args, **options)
-        if made is None and not self.event.results:  # all that it does is to write; None counts as a leaf
-            return []
-        return [result for result in tree_flatten(made)[0] if id(result) not in known]
+    proved: Proved
+    turn: int | None = None
+    shared: bool = False
 
 
 class Sites:
@@ -101,25 +69,49 @@ class Sites:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._known: OrderedDict[Hashable, Proved] = OrderedDict()
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._turn = self._waiting = 0
         self._proofs: dict[int, Proofs] = {}
         self._spaced = False  # a kernel of our own between any two calls
         self._before: dict[Hashable, Proved] = {}
         self.padding: dict[Hashable, set[int]] = {}
 
+    def begin(self) -> None:
+        """Calls that are asked for from now on are those of some other sizes."""
+        self._turn += 1
+
     def get(self, call: LibraryCall) -> Proved | None:
         """The recording of a call; None if there is none yet."""
         key = call.key
-        found = self._known.get(key)
-        if found is not None:
-            self._known.move_to_end(key)
-        return found
+        known = self._known.get(key)
+        if known is None:
+            return None
+        self._known.move_to_end(key)
+        known.shared |= known.turn not in (None, self._turn)
+        known.turn = self._turn
+        return known.proved
+
+    def expect(self, sizes: int) -> None:
+        """The latest calls are those of so many sets of sizes."""
+        self._waiting = sizes
+
+    def evaluated(self) -> None:
+        """All that some sizes record is known. Calls that no others have asked for go, once that holds for
+        all sizes that were expected: most calls are those of one set of sizes. Python's collector looks at
+        all objects when there are a fourth more, and recordings of calls were two fifths of what a size adds.
+        """
+        self._waiting -= 1
+        if self._waiting <= 0:
+            gone = [key for key, known in self._known.items() if known.turn is not None and not known.shared]
+            for key in gone:
+                del self._known[key]
 
     def again(self) -> None:
         """Have each call recorded anew, in two captures, when it is asked for. What differs from one time to
         the next, and is no address, is padding.
         """
-        self._before, self._known = dict(self._known), OrderedDict()
+        self._before = {key: known.proved for key, known in self._known.items()}
+        self._known.clear()
         self._proofs.clear()
 
     def record(self, calls: Sequence[LibraryCall], whole: bool = False) -> None:
@@ -150,7 +142,7 @@ class Sites:
             except (CaptureError, MatchError) as e:
                 raise NotComputableError(f"a library call cannot be recorded by itself: {e.reason}") from None
         for key, proved in zip(wanted, found, strict=True):
-            self._known[key] = proved
+            self._known[key] = _Known(proved)
             old = self._before.pop(key, None)
             if old is not None and launches(old[0]) == launches(proved[0]):
                 self._note_padding(old[0], proved[0], [*old[1], *proved[1]])
@@ -259,7 +251,7 @@ def _capture(
 ) -> _Together:
     """Record calls, with a kernel of our own between any two if `spaced`."""
     operands = [operand for call in calls for operand in call.operands]
-    aligned = [_alignment(operand.address) for operand in operands]
+    aligned = [alignment(operand.address) for operand in operands]
     ends: list[_CallRange] = []
     counts: list[int] = []
     counters: list[Callable[[], int]] = []
@@ -375,23 +367,3 @@ def _constants(calls: Sequence[LibraryCall]) -> RangeMap:
     """Memory of tensors that the code holds."""
     held = [a.untyped_storage() for call in calls for a in call.arguments if isinstance(a, torch.Tensor)]
     return RangeMap(sorted({(storage.data_ptr(), storage.nbytes(), 0) for storage in held}))
-
-
-def _alignment(address: int) -> int:
-    return min(address & -address, ALIGNMENT)
-
-
-def _value(argument: Any) -> Any:
-    return argument.tensor if isinstance(argument, HostOperand) else argument
-
-
-def _likeness(value: Any) -> Hashable:
-    """All of an argument that kernels may depend on."""
-    if isinstance(value, Operand):
-        address, *layout = value
-        return *layout, _alignment(address)
-    if isinstance(value, HostOperand):
-        return "host", tuple(value.tensor.size()), value.tensor.dtype
-    if isinstance(value, torch.Tensor):  # a constant of the code
-        return id(value), value.data_ptr(), tuple(value.size()), tuple(value.stride()), value.dtype
-    return type(value), str(value) if isinstance(value, float | complex) else value  # -0.0 == 0.0
