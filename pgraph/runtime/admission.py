@@ -110,8 +110,8 @@ class Admission:
         """
         if self._driver.is_capturing():
             return None
-        start = time.perf_counter()
         with self._cache.lock:
+            start = time.perf_counter()
             self._cache.catch_up()
             specialization = self._cache.captured.find(args)
             if specialization is None:
