@@ -53,3 +53,21 @@ def computer() -> Computer:
 def runs(report: pgraph.Report) -> int:
     """Uncaptured ones."""
     return sum(partition.uncaptured_runs for partition in report.partitions)
+
+
+# What `turned` keeps, by length.
+tables: dict[int, Tensor] = {}
+
+
+@torch.library.custom_op("pgraph_sizes::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """With a table for each length, made when it is first needed."""
+    n = x.size(0)
+    if n not in tables:
+        tables[n] = torch.arange(n, dtype=x.dtype, device=x.device).cos()
+    return x * tables[n][:, None]
+
+
+@turned.register_fake
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import same
-from support_sizes import WARM, W, call, compiled, computer, made
+from support_sizes import WARM, W, call, compiled, computer, made, tables, turned
 from torch import Tensor, nn
 
 import pgraph
@@ -346,27 +346,10 @@ def test_numbers_that_a_library_returns() -> None:
     assert (made(), computer().reason) == ((5, 2), None)
 
 
-_tables: dict[int, Tensor] = {}
-
-
-@torch.library.custom_op("pgraph_computed::turned", mutates_args=())
-def turned(x: Tensor) -> Tensor:
-    """With a table for each length, made when it is first needed."""
-    n = x.size(0)
-    if n not in _tables:
-        _tables[n] = torch.arange(n, dtype=x.dtype, device=x.device).cos()
-    return x * _tables[n][:, None]
-
-
-@turned.register_fake
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def test_a_custom_op_is_recorded_at_no_size_before_it_ran() -> None:
     """It may keep what it makes at its first call with a size, here a table. In a capture that has no memory,
     and whoever calls the op later would read it."""
-    _tables.clear()
+    tables.clear()
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return (turned(torch.relu(x @ w)) @ w).sin()  # type: ignore[no-any-return]
@@ -378,7 +361,7 @@ def test_a_custom_op_is_recorded_at_no_size_before_it_ran() -> None:
     for n, computed in ((17, 0), (30, 0), (17, 1), (30, 2), (17, 2)):
         model(torch.randn(n, 8, dtype=W.dtype), W)
         assert made() == (3 + computed, computed)
-    assert set(_tables) == {3, 5, 9, 17, 30}
+    assert set(tables) == {3, 5, 9, 17, 30}
     call(model, (3, 17, 30), fn)
 
 

@@ -153,7 +153,7 @@ def test_an_exec_that_other_sizes_use_is_left_to_them() -> None:
         assert (replication.over, replication._sets, recipe.room) == (True, [], 0), "nothing is kept"
     for launches in (14, 15):
         _, recipe = told(lambda count: count, shared=True, launches=launches)
-        assert len(recipe.others) == launches - 14, "hundreds of sizes may be launched a dozen times each"
+        assert len(recipe.others) == launches - 14, "hundreds of sizes may be launched fewer times each"
     for launches in (1, 2):
         _, recipe = told(lambda count: count, shared=True, few=True, launches=launches)
         assert len(recipe.others) == launches - 1, "of a few sizes each comes again"

@@ -10,7 +10,7 @@ if all of these hold:
 * at most of these launches the device had done all that was asked of it before;
 * the execs of all partitions take no more than a part of what captures may take (`SHARE`), these included.
 
-A size that shares its execs with others gets its own once it was launched a dozen times, whatever its
+A size that shares its execs with others gets its own once it was launched fifteen times, whatever its
 launches found, and leaves the shared ones to the others. Grids differ from size to size, and functions: to
 set those of all nodes takes a launch 0.23 ms longer for 85 nodes, and 0.38 ms for 165 (H200), and a replica
 takes 3.2 and 5.0 ms, as much as thirteen such launches. Of hundreds of sizes each may not be launched as

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_helpers import DEVICE, assert_same, compile_pgraph, explain, randn
+from support_sizes import tables, turned
 from torch import Tensor, nn
 
 import pgraph
@@ -263,26 +264,10 @@ def test_sizes_that_are_computed_ahead_are_right(name: str, train: bool) -> None
         assert any(stats.ahead > 0 for stats in told), explain()
 
 
-_tables: dict[int, Tensor] = {}
-
-
-@torch.library.custom_op("pgraph_computed_gpu::turned", mutates_args=())
-def turned(x: Tensor) -> Tensor:
-    """With a table for each length, made when it is first needed."""
-    n = x.size(0)
-    if n not in _tables:
-        _tables[n] = torch.arange(n, dtype=x.dtype, device=x.device).cos()
-    return x * _tables[n][:, None]
-
-
-@turned.register_fake
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def test_a_custom_op_that_keeps_a_table_for_each_size() -> None:
     """Tables have memory, whoever calls the op next with a size: nothing is recorded before a run. (After one
     the op reads what is no argument of it, and is refused.)"""
+    tables.clear()
     weight = randn(64, 64)
 
     def fn(x: Tensor) -> Tensor:
@@ -294,4 +279,4 @@ def test_a_custom_op_that_keeps_a_table_for_each_size() -> None:
         with torch.no_grad():
             got = compiled(x)
             assert_same(f"{n} rows", [got], [plain(x)], [fn(x)], exact=False)
-    assert set(_tables) == {24, 40, 96, 33, 17, 257}
+    assert set(tables) == {24, 40, 96, 33, 17, 257}
