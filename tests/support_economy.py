@@ -19,6 +19,7 @@ class Program:
         set_up: what libraries take for each size, when it is first run or computed.
         first: times as long as another one the first takes to compute.
         ops: of the partition.
+        device: what a call keeps the device, which the host need not wait for.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class Program:
         set_up: float = 0.0,
         ops: int = 0,
         first: float = 1.0,
+        device: float = 0.0,
     ) -> None:
         self.own, self.launch, self.cost, self.computing = own, launch, cost, computing
         self.set_up, self.first = set_up, first
+        self.device, self.done = device, 0.0  # when the device will have done all that was asked of it
         self.economy = Economy(lambda: self.launches, purse or Purse(0.0), ops, self.rare)
         self.now = self.spent = 0.0
         self.calls = self.launches = self.looks = self.glimpses = 0
@@ -50,6 +53,17 @@ class Program:
         came.update(self.launched)
         times = Counter(came.values())
         return times[1], times[2]
+
+    def run(self, seconds: float) -> bool:
+        """Run the partition's own code; whether the device had not begun when the host was through."""
+        begins = max(self.done, self.now)
+        self.now += seconds
+        self.done = max(begins + self.device, self.now)
+        return begins > self.now
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        self.now = max(self.now, self.done)
 
     @property
     def computes(self) -> bool:
@@ -77,15 +91,14 @@ class Program:
             self.economy.met(self.calls, self.now)
         self.glimpsed[size] = self.glimpsed.get(size, 0) + 1
         seconds = self.own + (self.set_up if new else 0.0)
-        self.now += seconds
-        self.economy.ran(seconds, first=new)
+        self.economy.ran(seconds, self.run(seconds), new)
         self.calls += 1
         return True
 
     def call(self, size: int) -> None:
         if size not in self.captured and self.now < self.economy.rests_until:
             met = size in self.runs or size in self.glimpsed or size in self.rested
-            self.now += self.own if met else self.own + self.set_up
+            self.run(self.own if met else self.own + self.set_up)
             self.rested.add(size)  # nobody looks at it: pgraph does not know that it came
             self.calls += 1
             return
@@ -118,6 +131,7 @@ class Program:
             self.economy.captured(cost, computes, first=not self.runs[size])
         if size in self.captured:
             self.now += self.launch
+            self.done = max(self.done, self.now) + self.device
             self.launches += 1
             self.launched[size] += 1
             self.economy.launched(self.launch)
@@ -125,8 +139,7 @@ class Program:
             self.runs[size] += 1
             first = self.runs[size] == 1
             seconds = self.own + (self.set_up if first else 0.0)
-            self.now += seconds
-            self.economy.ran(seconds, first=first)
+            self.economy.ran(seconds, self.run(seconds), first)
         self.calls += 1
 
     def calls_of(self, sizes: Iterable[int]) -> None:

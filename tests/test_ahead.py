@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +217,28 @@ def test_a_size_in_vain_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(s.standing.runs for s in partitions()[0].specializations())
     assert len(stats().standings) == len(partitions()[0].specializations())
     assert {n for n, _ in stats().met.sizes} == {20, 12, 16, 13, 19}
+
+
+def test_what_python_collects_meanwhile_does_not_count() -> None:
+    """Full collections take half a second each (H200): with them a backward got 8 sizes, not 90."""
+
+    def slow(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            time.sleep(0.05)
+
+    before = list(gc.callbacks)
+    start = time.perf_counter()
+    with ahead._Effort() as effort:
+        gc.callbacks.insert(0, slow)
+        try:
+            gc.collect()
+            collected = effort.seconds
+            assert time.perf_counter() - start >= collected + 0.05
+            gc.collect(0)
+            assert effort.seconds >= collected + 0.05
+        finally:
+            gc.callbacks.remove(slow)
+    assert gc.callbacks == before
 
 
 @pytest.mark.parametrize("where", ["guards", "sizes", "lock"])

@@ -41,8 +41,7 @@ saved may be spent on computing, but for a part (`_SPENDS`), as long as sizes co
 
 What a capture costs is all that is done for it: to look at its size, and what execs of its own take later on.
 
-A launch saves host time. Where the device sets the pace that is worth nothing: if most uncaptured runs end
-before the device has even begun with them, launches count as saving nothing.
+What a launch saves is told by `pgraph.runtime.gain`.
 
 Sizes stand for all that a specialization is about: layouts and alignments, too.
 """
@@ -56,6 +55,7 @@ from typing import Final
 
 from pgraph.compute.compare import ENOUGH
 from pgraph.reasons import Reason
+from pgraph.runtime.gain import Gain
 from pgraph.runtime.novelty import Novelty
 from pgraph.runtime.pace import Pace
 from pgraph.runtime.purse import Purse
@@ -66,15 +66,20 @@ CREDIT: Final = 0.01
 """Share of the program's time that captures may cost beyond what they save."""
 
 _SPENDS: Final = 0.8
-"""Of what launches have saved, what may be spent on computing. Each recording earns further ones: of all that
-was saved nothing would be left at first, and calls that follow computing are slower than others, until caches
-are warm again. With all of it the first 400 of 2,500 training steps took 1.06 of their time (H200)."""
+"""Of what launches have saved, what may be spent on computing in the long run. Each recording earns further
+ones: of all that was saved nothing would be left at first. And not all is told: caches are cold after
+computing, and for code that is run between launches."""
+
+_FIRST_ONES: Final = 50
+"""Launches after which it is half as much. What one saves is told by few runs by then, and at each count a
+program is to be no slower than its own code: with 0.8 from the first launch on, the first 100 of 1,600
+training steps took 0.97 to 1.03 of their time (H200)."""
 
 _LEARNED: Final = 0.33
 """What it costs to compute a recording, of what a capture costs, as long as it was not done."""
 
 _FIRST_FEW: Final = 3
-"""Recordings computed, and runs, before which none tells alone what the next one costs."""
+"""Recordings computed before which none tells alone what the next one costs."""
 
 _SOON: Final = 1000.0
 """Launches that are to pay for what is spent at the start."""
@@ -114,7 +119,7 @@ _REST_MOST_S: Final = 1.0
 
 _LOOKS: Final = 64  # calls that are looked at, one by one, whatever they have
 _LOOKS_NEW: Final = 24  # so many, where hardly any size came again: of 32 sizes some seven would have
-_SAMPLES: Final = 9  # of each kind; the fastest counts, since first calls have things to set up
+_SAMPLES: Final = 9  # of what each kind of capture costs
 
 
 class Economy:
@@ -143,14 +148,11 @@ class Economy:
         self._purse = purse
         self._rare = rare
         self._guess = _OP_S * ops
-        self._own: deque[float] = deque(maxlen=_SAMPLES)
-        self._behind: deque[bool] = deque(maxlen=_SAMPLES)
-        self._launches: deque[float] = deque(maxlen=_SAMPLES)
+        self._gain = Gain()
         self._costs: deque[float] = deque(maxlen=_SAMPLES)
         self._computed: deque[float] = deque(maxlen=_SAMPLES)
-        self._firsts: deque[float] = deque(maxlen=_SAMPLES)
         self._pace = Pace()
-        self._saves = self._spent = 0.0
+        self._spent = 0.0
         self._novelty = Novelty()
         self.sizes = self._made = self._again = self._calls = self._foreseen = 0
         self.rests_until = float("-inf")
@@ -178,18 +180,13 @@ class Economy:
         """
         self._novelty.ran(first)
         self._again += not first
-        if first:  # it is slower than those that launches replace
+        if first:
             self._pace.set_up()
-            self._firsts.append(seconds)
-            return
-        self._own.append(seconds)
-        self._behind.append(behind)
-        self._weigh()
+        self._gain.ran(seconds, behind, first)
 
     def launched(self, seconds: float) -> None:
         """A capture was launched. Not all launches need be told."""
-        self._launches.append(seconds)
-        self._weigh()
+        self._gain.launched(seconds)
 
     def captured(self, seconds: float, computed: bool = False, first: bool = False) -> None:
         """A capture was made, or computed.
@@ -197,7 +194,7 @@ class Economy:
         Args:
             first: the size has never run.
         """
-        cost = self._own_part(seconds, first)
+        cost = self._gain.beside_set_up(seconds) if first else seconds
         (self._computed if computed else self._costs).append(cost)
         self._spent += cost
         self._made += 1
@@ -218,32 +215,14 @@ class Economy:
 
     def wasted(self, seconds: float) -> None:
         """Time was spent on a size that has never run, and no capture came of it."""
-        self._spent += self._own_part(seconds, True)
+        self._spent += self._gain.beside_set_up(seconds)
         self._purse.spent()
         self._pace.set_up()
-
-    def _own_part(self, seconds: float, first: bool) -> float:
-        """Without what a first run would have set up. The slowest one does not count: it may be the one that
-        compiled kernels.
-        """
-        if not first or len(self._firsts) <= 2 or not self._own:
-            return seconds
-        usual = statistics.mean(sorted(self._firsts)[:-1])
-        return max(seconds - max(usual - min(self._own), 0.0), 0.0)
-
-    def _weigh(self) -> None:
-        if not self._own or 2 * sum(self._behind) > len(self._behind):
-            self._saves = 0.0
-        else:
-            runs = [*self._own]
-            if len(runs) < _FIRST_FEW:  # even the fastest may be a slow one; first runs are no faster
-                runs += self._firsts
-            self._saves = max(min(runs) - min(self._launches, default=0.0), 0.0)
 
     @property
     def debt(self) -> float:
         """Seconds that captures have cost beyond what launches have saved. Any thread may ask."""
-        return max(self._spent - self._saves * self._launches_so_far(), 0.0)
+        return max(self._spent - self._gain.seconds * self._launches_so_far(), 0.0)
 
     def pays(self, runs: int, calls: int, now: float, computed: bool = False, learning: bool = False) -> bool:
         """Whether to capture a size, or to compute its recording.
@@ -256,9 +235,9 @@ class Economy:
         """
         self._passed(calls, now)
         self._learning = learning
-        if not self._own:
+        if not self._gain.known:
             return False  # what it saves, not before a size came twice
-        cost, saves = self._cost(computed), self._saves
+        cost, saves = self._cost(computed), self._gain.seconds
         if computed and saves >= cost:
             return True
         if self._starts(now, cost, learning or computed):
@@ -282,7 +261,7 @@ class Economy:
             computing: recordings of most sizes are computed.
             calls, now, learning: as for `pays`.
         """
-        if not self._own:
+        if not self._gain.known:
             return new and not computing
         self._passed(calls, now)
         self._learning, cost = learning, self._cost(computing)
@@ -318,12 +297,12 @@ class Economy:
         """Whether all of so many sizes may be captured at once, for `least` seconds or more."""
         # What takes longest to tell comes last: this is asked at each look.
         further = max(self._all(sizes, computing), least)
-        if further > self._saves * _SOON:
+        if further > self._gain.seconds * _SOON:
             return False
         if sizes + self._foreseen > _DOZENS or self._purse.debts(now) + further > self._purse.start:
             return False
         usual = self._pace.usual
-        return usual is not None and further * usual <= self._saves * _SOON_S
+        return usual is not None and further * usual <= self._gain.seconds * _SOON_S
 
     def _all(self, sizes: float, computing: bool) -> float:
         """Seconds that it costs to capture so many sizes, but for those that are."""
@@ -333,7 +312,7 @@ class Economy:
 
     def _worth(self, runs: int, calls: int, cost: float, computed: bool, learning: bool) -> bool:
         """Whether launches are expected to pay for a capture that can be afforded."""
-        share, saves = self._novelty.lately, self._saves
+        share, saves = self._novelty.lately, self._gain.seconds
         launches = (1.0 - share) / share if share else float("inf")  # till a new size comes
         if cost > self._surplus(learning or computed):  # paid for with time that would not have been lost
             cost = self._cost(True) if learning else cost
@@ -354,11 +333,11 @@ class Economy:
         if not self._soon(now, self.sizes, computing):  # nor would it be if no further ones came
             rest = min(wait, max(REST_S, min(_REST_SHARE * wait, _REST_MOST_S)))
         gap, launches = self._pace.lately, self._launches_so_far()
-        if self._saves and gap is not None and launches:
-            rest = min(rest, (self.debt + cost) / self._saves * gap)
+        if self._gain.seconds and gap is not None and launches:
+            rest = min(rest, (self.debt + cost) / self._gain.seconds * gap)
             if computing:  # till launches, as they come, have paid for it
                 needed = max(cost - self._surplus(computing), 0.0) + self.debt
-                rest = min(rest, needed / self._saves * gap * max(self._calls, launches) / launches)
+                rest = min(rest, needed / self._gain.seconds * gap * max(self._calls, launches) / launches)
         return rest
 
     def _wait(self, now: float, cost: float, computing: bool) -> float:
@@ -370,15 +349,16 @@ class Economy:
 
     def _surplus(self, computing: bool) -> float:
         """Seconds that launches have saved, as far as they may be spent, beyond what captures have cost."""
-        part = _SPENDS if computing else 1.0
-        return max(part * self._saves * self._launches_so_far() - self._spent, 0.0)
+        launches = self._launches_so_far()
+        part = _SPENDS * launches / (launches + _FIRST_ONES) if computing else 1.0
+        return max(part * self._gain.seconds * launches - self._spent, 0.0)
 
     def _resting(self, calls: int) -> int:
         """Calls that were neither launched nor looked at."""
         return max(calls - self._launches_so_far() - self._novelty.looks, 0)
 
     def _computing_pays(self) -> bool:
-        return bool(self._computed) and self._saves >= statistics.median(self._computed)
+        return bool(self._computed) and self._gain.seconds >= statistics.median(self._computed)
 
     def _passed(self, calls: int, now: float) -> None:
         """Calls have passed, and time: what came before them counts less."""
