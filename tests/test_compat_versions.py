@@ -41,7 +41,8 @@ def test_an_unknown_version_is_told_once(
     assert sum("this is 2.16.0" in record.getMessage() for record in caplog.records) == 1
 
 
-ELSEWHERE = dict.fromkeys(("awaits_tuning", "launcher_of"), "test_cuda_triton.py")  # of Inductor's own code
+TRITONS = ("awaits_tuning", "handle_of", "launcher_of")
+ELSEWHERE = dict.fromkeys(TRITONS, "test_cuda_triton.py")  # of Inductor's own code
 
 RECORDS = {"Compilation", "Joint", "Launcher", "Strides", "Tracing"}  # what functions return
 

@@ -83,6 +83,27 @@ def test_kernels_that_are_tuned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made(), computer().reason) == ((8, 2), None)
 
 
+def test_what_the_first_capture_does_not_tell_another_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once on an H200, among twenty processes: nothing was computed for good. It is tried once more."""
+    real, asked = HostDriver.kernel_node, [0]
+
+    def node(self: HostDriver, *given: Any) -> Any:
+        asked[0] += 1
+        return None if asked[0] <= wrong else real(self, *given)
+
+    monkeypatch.setattr(HostDriver, "kernel_node", node)
+    wrong = 1
+    model = compiled()
+    call(model, (*WARM, 17, 17, 30, 30, 40, 64))
+    assert computer().reason is None
+    assert made()[1] >= 1
+    torch._dynamo.reset()
+    asked[0], wrong = 0, 2
+    call(compiled(), (*WARM, 17, 17, 30, 30, 40, 64))
+    assert computer().reason is not None
+    assert "is launched in a way that cannot be computed" in computer().reason
+
+
 def test_kernels_that_are_tuned_anew_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are sizes without a grid, too: it is learned anew a few times only."""
     monkeypatch.setattr(computers, "_AGAIN", 1)

@@ -277,6 +277,30 @@ def test_a_handle_that_is_another_functions_since() -> None:
     assert triton.kernel_node(other, small, ARGUMENTS) is not None
 
 
+def test_a_code_that_tells_its_function() -> None:
+    """Whatever was noted of either before. Other captured functions are not what it is launched as."""
+    kernel, small = tuned(128)
+    other, large = tuned(256)
+    assert triton.kernel_node(kernel, large, ARGUMENTS) is not None, "nothing is known"
+    assert triton.kernel_node(kernel, small, ARGUMENTS) is None
+    assert triton.kernel_node(other, large, ARGUMENTS) is None
+    kernel.kernel.function, other.kernel.function = FUNCTION + 128, FUNCTION + 256
+    for each, sample, wrong in ((kernel, small, large), (other, large, small)):
+        assert triton.kernel_node(each, sample, ARGUMENTS) is not None
+        assert triton.kernel_node(each, wrong, ARGUMENTS) is None
+
+
+def test_the_handle_of_a_code() -> None:
+    """Both kinds name it so in the sources of 2.11 and Triton 3.6; the static one was seen on 2.13."""
+    assert compat.handle_of(Compiled()) is None
+    assert compat.handle_of(types.SimpleNamespace(function=None)) is None
+    assert compat.handle_of(types.SimpleNamespace(function=0x7F00)) == 0x7F00
+    launching = pytest.importorskip("torch._inductor.runtime.static_triton_launcher")
+    source = inspect.getsource(launching.StaticallyLaunchedTritonKernel)
+    assert "self.function: int | None = None" in source
+    assert "self.function, self.n_regs" in source
+
+
 def test_which_kernels_await_tuning() -> None:
     """Seen in the sources of 2.11, 2.13 and 2.15: `run` measures where there are several launchers."""
     heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")

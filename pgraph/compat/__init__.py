@@ -93,7 +93,14 @@ from pgraph.compat.tensors import (
     tensor_shims,
     weak_storage,
 )
-from pgraph.compat.triton import Launcher, awaits_tuning, is_triton_kernel, launcher_of, only_launcher
+from pgraph.compat.triton import (
+    Launcher,
+    awaits_tuning,
+    handle_of,
+    is_triton_kernel,
+    launcher_of,
+    only_launcher,
+)
 from pgraph.compat.versions import untested
 
 __all__ = [
@@ -131,6 +138,7 @@ __all__ = [
     "generated_code",
     "generated_namespaces",
     "graph_break",
+    "handle_of",
     "hear_compilations",
     "hearing_calls",
     "hearing_graph_breaks",

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Launcher", "awaits_tuning", "is_triton_kernel", "launcher_of", "only_launcher"]
+__all__ = ["Launcher", "awaits_tuning", "handle_of", "is_triton_kernel", "launcher_of", "only_launcher"]
 
 _AUTOTUNER = "torch._inductor.runtime.triton_heuristics"
 _OTHERS = 5  # the function, the kernel's metadata, the launch's, a hook before and one behind
@@ -99,6 +99,14 @@ def launcher_of(kernel: Any) -> Launcher | None:
         return None
     kinds = "".join(filter(None, named))
     return Launcher(str(getattr(binary, "name", "")), launch, kinds, None, binary, _OTHERS)
+
+
+def handle_of(code: Any) -> int | None:
+    """The driver's handle of the function that a launcher's code was loaded as; None where it is not loaded,
+    or that is not told. Both kinds of code name it so, in the sources of 2.11 to 2.15 and Triton 3.6.
+    """
+    handle = getattr(code, "function", None)
+    return handle if isinstance(handle, int) and handle else None
 
 
 def _kind(type_name: Any) -> str | None:

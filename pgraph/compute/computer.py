@@ -124,9 +124,6 @@ class Computer:
             found = self._evaluated(script, inputs, alignments, self._node)
         except Exception as e:  # whatever it was: a capture does without
             self._failed(e)
-            if isinstance(e, LaunchedOtherwiseError) and self._hopeless is None and self._again < _AGAIN:
-                self._again += 1
-                self._forget()  # kernels may have been tuned anew
             return None
         self._failures, self.latest = 0, None
         self._sites.evaluated()
@@ -201,9 +198,13 @@ class Computer:
         expected = isinstance(error, NotComputableError)
         self.latest = str(error) if expected else f"{type(error).__name__}: {error}"
         self._failures += 1
-        another = (expected and self._compared > 0) or may_pass(error)
+        anew = isinstance(error, LaunchedOtherwiseError) and self._again < (_AGAIN if self._compared else 1)
+        another = (expected and self._compared > 0) or may_pass(error) or anew
         if not another or self._failures >= _PATIENCE:
             self._give_up(self.latest)
+        elif anew:  # kernels may have been tuned anew
+            self._again += 1
+            self._forget()
 
     def _compare(
         self, recording: Recording, slots: Sequence[Slot], inputs: Sequence[Any], alignments: Sequence[int]
@@ -275,7 +276,9 @@ class Computer:
         sample = self._samples.get(event.number)
         made = self._driver.kernel_node(event.kernel, sample, arguments) if sample is not None else None
         if made is None:
-            raise LaunchedOtherwiseError(f"{event.name} is launched in a way that cannot be computed")
+            other = sample.name if sample is not None and sample.name != event.name else None
+            told = f", or {other} was captured in its place" if other else ""
+            raise LaunchedOtherwiseError(f"{event.name} is launched in a way that cannot be computed{told}")
         return made
 
     def _first_like(self, event: LaunchKernel, arguments: Sequence[Any], made: NodeRecord) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pgraph
 from pgraph import compat
 from pgraph.compute.computer import Computer
+from pgraph.compute.script import LaunchKernel
 from pgraph.runtime import registry
 
 pytestmark = pytest.mark.gpu
@@ -241,6 +242,24 @@ def test_kernels_that_are_tuned_anew(name: str) -> None:
             assert_same(f"{name}, {n} rows", got, want, eager, exact=False)
         assert tuned_otherwise() > 0
     assert [computer.reason for computer in computers()] == [None] * len(computers()), explain()
+
+
+def test_captured_functions_have_the_handles_that_launchers_tell() -> None:
+    """What a node was captured with is what the kernel's code says that it was loaded as."""
+    model = Products().to(DEVICE, torch.bfloat16)
+    compiled = compile_pgraph(model, dynamic=True, step_aside=False)
+    for n in WARM:
+        step(compiled, randn(n, WIDE, dtype=torch.bfloat16), train=True)
+    handles = []
+    for computer in computers():
+        assert computer._script is not None, explain()
+        for event in computer._script.events:
+            if isinstance(event, LaunchKernel):
+                launcher = compat.launcher_of(event.kernel)
+                assert launcher is not None
+                handles.append((compat.handle_of(launcher.code), computer._samples[event.number].header[0]))
+    assert handles
+    assert all(told == captured for told, captured in handles), handles
 
 
 @pytest.mark.usefixtures("_full")

@@ -12,7 +12,9 @@ compiles a kernel of the same source later in the process, such as another model
 same object, and all of its launchers are made again: the next run measures anew, and on a busy machine
 another one wins. A node has the function that was captured, so the grid of the new launcher is not for it:
 half of the blocks would not be launched. Therefore each function is noted with the code whose launcher
-launched it, and where they do not belong together no node is made: the size is captured.
+launched it, and where they do not belong together no node is made: the size is captured. Where the code
+tells as which function it was loaded, that is proof enough, whatever was noted: a handle may have been
+another function's before.
 """
 
 from __future__ import annotations
@@ -116,9 +118,12 @@ _functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  #
 
 
 def _belong_together(function: Any, code: Any) -> bool:
-    """Whether a captured function is what this code is launched as (Note [Kernels tuned anew]). The first
-    time that is taken for granted: the capture was just made.
+    """Whether a captured function is what this code is launched as (Note [Kernels tuned anew]). Where the
+    code does not tell, that is taken for granted the first time: the capture was just made.
     """
+    if compat.handle_of(code) == function:
+        _codes[function], _functions[code] = code, function
+        return True
     return _codes.setdefault(function, code) is code and _functions.setdefault(code, function) == function
 
 
