@@ -64,6 +64,7 @@ def times(rows: list[Row]) -> str:
             row["backend"],
             *(cell(row, key, form) for key, _, form in COLUMNS),
             *against(row, rows),
+            late_over_trees(row, rows),
             *(cell(row, key, form) for key, _, form in COUNTS),
             result(row),
             commit(row),
@@ -72,7 +73,7 @@ def times(rows: list[Row]) -> str:
         if row["config"] != "memory"
     ]
     titles = [title for _, title, _ in COLUMNS]
-    over = ["largest total over Inductor's", f"at most {BOUND}"]
+    over = ["largest total over Inductor's", f"at most {BOUND}", "second half over reduce-overhead's"]
     head = ["sizes of", "backend", *titles, *over, *(title for _, title, _ in COUNTS), "result", "commit"]
     align = ["left", "left", *["right"] * (len(head) - 4), "left", "left"]
     return tabulate(lines, head, "github", colalign=align, disable_numparse=True) + "\n" if lines else ""
@@ -102,6 +103,20 @@ def against(row: Row, rows: list[Row]) -> tuple[str, str]:
         if mine and theirs:
             return within(mine, theirs, row["marks"])
     return "-", "-"
+
+
+def late_over_trees(row: Row, rows: list[Row]) -> str:
+    """A server's second half, over that of CUDAGraph Trees: beside it, or in the same run."""
+    if row["status"] != "ok" or row["backend"] == "reduce-overhead" or row.get("early_ms") is None:
+        return "-"
+    at = row["totals_ms"].index(row["early_ms"])
+    totals = row.get("trees_ms")
+    for other in rows:
+        if other["backend"] == "reduce-overhead" and other["status"] == "ok" and together(row, other):
+            totals = totals or other["totals_ms"]
+    if not totals:
+        return "-"
+    return f"{(row['totals_ms'][-1] - row['early_ms']) / (totals[-1] - totals[at]):.3f}"
 
 
 def within(mine: Sequence[float], theirs: Sequence[float], marks: Sequence[int]) -> tuple[str, str]:

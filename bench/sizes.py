@@ -8,7 +8,8 @@ One model, compiled once for all sizes (``dynamic=True``), and the same random s
 backend, each in a process of its own:
 
 * ``serving``: batches of 1 to 32, each call answered before the next. `ms_per_step` is of the second half of
-  the calls, `early_ms` the total of the first half.
+  the calls, `early_ms` the total of the first half. ``serving-beside``: Inductor's code (`beside_ms`) and
+  CUDAGraph Trees' (`trees_ms`) in turns in the same process.
 * ``lengths``: training on lengths of 16 to 256, without cuDNN's attention, which plans anew for each length;
   ``lengths-flash``: with it. `totals_ms` after every 100 steps (`marks`).
 * ``lengths-beside``, ``lengths-flash-beside``: as these, and Inductor's code in turns in the same process
@@ -51,8 +52,8 @@ from workers import start_worker
 
 PROGRAM = Path(__file__).resolve().with_name("sizes_worker.py")
 CONFIGS = (
-    *("serving", "lengths", "lengths-flash", "lengths-beside", "lengths-flash-beside", "lengths-seen"),
-    "turns",
+    *("serving", "serving-beside", "lengths", "lengths-flash", "lengths-beside", "lengths-flash-beside"),
+    *("lengths-seen", "turns"),
     *("generate-static", "generate-dynamic", "memory"),
 )
 BACKENDS = {"cuda": ("inductor", "reduce-overhead", "pgraph"), "cpu": ("aot_eager", "pgraph")}
@@ -148,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         if one is None or (one["status"].startswith("timeout") and left < args.timeout):
             print("out of time: run it again with --resume")
             return path
-        hidden = (*schema.IDENTITY, "marks", "totals_ms", "beside_ms", "again", "asked", "summary")
+        totals = ("marks", "totals_ms", "beside_ms", "trees_ms", "again")
+        hidden = (*schema.IDENTITY, *totals, "asked", "summary")
         shown = {k: v for k, v in one.items() if v is not None and k not in hidden}
         print(f"{spec.config} {spec.backend}: {shown}", flush=True)
         schema.write(path, [one], header)

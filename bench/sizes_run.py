@@ -110,13 +110,11 @@ class Run:
         parts: (calls, host ms until the device was through with them), one after another.
         marks: numbers of calls.
         totals_ms: of all calls up to each mark.
-        beside_ms: of the reference's, where it ran in turns.
     """
 
     parts: Sequence[tuple[int, float]]
     marks: Sequence[int]
     totals_ms: Sequence[float]
-    beside_ms: Sequence[float] = ()
 
     def figures(self, early: int = 0) -> Figures:
         """Of calls after the first so many: their mean, tails over what was timed together; totals."""

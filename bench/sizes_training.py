@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from backends import reset_compiled
-from host_speed import fast_core
 from sizes_place import Figures, Place, Size, on_host
-from sizes_run import Run, Tokens, apart, compiled, draw, ended, llama, result, run, some, spaced
+from sizes_run import Tokens, apart, compiled, draw, ended, llama, result, run, some, spaced
+from sizes_turns import OwnTime, in_turns
 from torch import Tensor
 
-PIECE = 10  # steps of each backend in turn, where two run beside one another
 AGAIN, EARLY = 1, 500  # so many programs before, of so many steps. With 2 it took 290 to 340 s (H200)
 
 
@@ -147,66 +145,6 @@ def lengths_of(place: Place, cudnn: bool) -> Figures:
     return found
 
 
-class OwnTime:
-    """A clock in seconds, without the time of others.
-
-    Attributes:
-        others: seconds that are not counted.
-    """
-
-    def __init__(self) -> None:
-        self.others = 0.0
-
-    def __call__(self) -> float:
-        return time.perf_counter() - self.others
-
-    def tells(self) -> None:
-        """It is pgraph's clock from now on."""
-        from pgraph.runtime import trial
-
-        trial.clock = self
-
-
-def in_turns(
-    mine: Training, theirs: Training, count: int, clock: OwnTime, checked: Sequence[int] = ()
-) -> Run:
-    """So many steps of both, `PIECE` of each in turn.
-
-    A total is of all pieces that have begun by its mark.
-
-    Args:
-        clock: stands still while `theirs` runs.
-        checked: of `mine`, to be looked at.
-    """
-    place = mine.place
-    mark = min(place.size.mark, count)
-    marks = [*range(mark, count, mark), count]
-    totals: dict[Training, list[float]] = {each: [0.0] for each in (mine, theirs)}
-    parts: list[tuple[int, float]] = []
-    with fast_core(place.on_gpu) as look:
-        for turn, at in enumerate(range(0, count, PIECE)):
-            end = min(at + PIECE, count)
-            for each in (theirs, mine) if turn % 2 else (mine, theirs):
-                began = time.perf_counter()
-                timed = run(
-                    place,
-                    end - at,
-                    lambda number, each=each, at=at: each.step(at + number),
-                    mark=PIECE,
-                    checked=[number - at for number in checked if at <= number < end and each is mine],
-                    before=lambda number, at=at: mine.before(at + number),
-                    after=lambda number, at=at: mine.after(at + number),
-                    look=look,
-                )
-                totals[each].append(totals[each][-1] + timed.totals_ms[-1])
-                if each is mine:
-                    parts += timed.parts
-                else:
-                    clock.others += time.perf_counter() - began
-    at_marks = [[sums[-(-end // PIECE)] for end in marks] for sums in totals.values()]
-    return Run(parts, marks, *at_marks)
-
-
 def lengths_beside(place: Place, cudnn: bool) -> Figures:
     """As `lengths`, and the reference's code for the same steps: ten steps of each in turn, in one process.
 
@@ -237,15 +175,15 @@ def lengths_beside(place: Place, cudnn: bool) -> Figures:
     for number in range(AGAIN):
         shorter = Training(place, lengths, 2 + number)
         compiled(place, first_lengths(size), lambda length, it=shorter: it.on(0, length))
-        timed = in_turns(shorter, theirs, min(EARLY, count), clock)
-        again.append({"marks": timed.marks, "totals_ms": timed.totals_ms, "beside_ms": timed.beside_ms})
+        timed, (beside,) = in_turns(shorter, [theirs], min(EARLY, count), clock)
+        again.append({"marks": timed.marks, "totals_ms": timed.totals_ms, "beside_ms": beside})
         del shorter
         place.forget()
     before = ended(place)
     mine = Training(place, lengths)
     warm = compiled(place, first_lengths(size), lambda length: mine.on(0, length))
-    timed = in_turns(mine, theirs, count, clock, some(count, size.checked))
-    found = result(place, timed, 0, warm) | {"beside_ms": timed.beside_ms, "again": again}
+    timed, (beside,) = in_turns(mine, [theirs], count, clock, some(count, size.checked))
+    found = result(place, timed, 0, warm) | {"beside_ms": beside, "again": again}
     for key in ("launches", "uncaptured_runs"):
         found[key] -= before[key]
     mine.compare()

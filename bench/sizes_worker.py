@@ -2,7 +2,7 @@
 
     python bench/sizes_worker.py '{"config": "serving", "backend": "pgraph", "size": "tiny", "device": "cpu"}'
 
-Inference and memory are here; training and generated text have files of their own.
+Lengths in turn and memory are here; servers, training and generated text have files of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import worker
 from backends import reset_compiled
 from claims import device_bytes, resident_bytes
 from sizes_place import Figures, Place, Spec, on_host
-from sizes_run import Call, Tokens, apart, compiled, draw, ended, expected, llama, result, run, some, spaced
+from sizes_run import Call, Tokens, apart, compiled, ended, expected, llama, result, run, some, spaced
+from sizes_serving import serving, serving_beside
 from sizes_training import lengths_beside, lengths_of, lengths_seen
 from torch import Tensor
 
@@ -28,45 +29,7 @@ MB = worker.MB
 CALLS = 4  # of each size whose memory is measured: one uncaptured, a capture, launches
 
 
-# -- inference: a server, lengths in turn ------------------------------------------------------------------
-
-
-@torch.no_grad()
-def serving(place: Place) -> Figures:
-    """Requests of random batches, each answered before the next one comes."""
-    size, model = place.size, llama(place).eval()
-    low, high = size.batches
-    count = place.spec.calls or size.calls
-    batches = draw(place.spec.seed, low, high, count)
-    tokens = Tokens(place, high)
-    arguments = place.arguments()
-    call: Call = model.forward if arguments is None else torch.compile(model.forward, **arguments)
-    kept: dict[int, Tensor] = {}
-    answer: list[Tensor] = []
-
-    def step(number: int) -> None:
-        answer.clear()
-        place.begin()
-        answer.append(call(tokens(number, batches[number], size.tokens)))
-
-    def compile_one(batch: int) -> None:
-        place.begin()
-        call(tokens(0, batch, size.tokens))
-
-    def keep(number: int) -> None:
-        kept[number] = on_host(answer[0])
-
-    # A batch of one is compiled by itself: Dynamo takes sizes of 0 and 1 for constants.
-    warm = compiled(place, [high, low], compile_one)
-    checked = some(count, 4 * size.checked)
-    timed = run(place, count, step, mark=size.mark, checked=checked, after=keep, waits=True)
-    early = count // 2 // size.mark * size.mark
-    found = result(place, timed, early, warm)
-    right = expected(place, model)
-    for number, mine in kept.items():
-        theirs = right(tokens(number, batches[number], size.tokens))
-        place.all_near(f"call {number + 1}, batch {batches[number]}", [mine], [theirs])
-    return found
+# -- inference: lengths in turn ----------------------------------------------------------------------------
 
 
 def replayed(place: Place, call: Call, tokens: Tensor) -> Call:
@@ -221,6 +184,7 @@ def holdings(place: Place) -> Figures:
 
 MEASURES: dict[str, Callable[[Place], Figures]] = {
     "serving": serving,
+    "serving-beside": serving_beside,
     "lengths": lambda place: lengths_of(place, cudnn=False),
     "lengths-flash": lambda place: lengths_of(place, cudnn=True),
     "lengths-beside": lambda place: lengths_beside(place, cudnn=False),

@@ -62,6 +62,27 @@ def test_a_server(load: Any) -> None:
     assert (found["compared"], found["max_diff"]) == (12, 0)
 
 
+def test_a_server_beside_others(load: Any) -> None:
+    load("sizes_turns").PIECE = 2
+    found = measured(load, "serving-beside")
+    adds_up(found)
+    assert found["marks"] == [5, 10, 15, 20, 24]
+    assert found["early_ms"] == found["totals_ms"][1]
+    assert (found["captures"], found["compared"], found["max_diff"]) == (4, 12, 0)
+    assert found["launches"] + found["uncaptured_runs"] == 24 + 2
+    for key in ("beside_ms", "trees_ms"):
+        assert len(found[key]) == 5
+        assert found[key] == sorted(found[key])
+    halves = load("readme_sizes").late_over_trees
+    row = table_row(load, "pgraph", config="serving-beside", marks=[300, 600], totals_ms=[900.0, 1000.0])
+    assert halves(row, [row]) == "-"
+    assert halves(row | {"early_ms": 900.0, "trees_ms": [1000.0, 1125.0]}, [row]) == "0.800"
+    row |= {"config": "serving", "early_ms": 900.0}
+    trees = table_row(load, "reduce-overhead", config="serving", totals_ms=[800.0, 960.0], early_ms=800.0)
+    assert halves(row, [row, trees]) == "0.625"
+    assert halves(trees, [row, trees]) == "-"
+
+
 def test_training_on_random_lengths(load: Any) -> None:
     found = measured(load, "lengths", steps=9)
     adds_up(found)
@@ -77,7 +98,7 @@ def test_training_on_random_lengths(load: Any) -> None:
 
 def test_training_beside_the_reference(load: Any) -> None:
     training = load("sizes_training")
-    training.PIECE, training.AGAIN, training.EARLY = 2, 1, 5
+    load("sizes_turns").PIECE, training.AGAIN, training.EARLY = 2, 1, 5
     found = measured(load, "lengths-beside", steps=9)
     assert found["launches"] + found["uncaptured_runs"] == 2 * (9 + 5), (
         "those of the other program are not in it"

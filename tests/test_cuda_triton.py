@@ -291,7 +291,7 @@ def test_a_code_that_tells_its_function() -> None:
 
 
 def test_the_handle_of_a_code() -> None:
-    """Both kinds name it so in the sources of 2.11 and Triton 3.6; the static one was seen on 2.13."""
+    """Both kinds name it so in the sources of 2.11 and of Triton; the static one was seen on 2.13."""
     assert compat.handle_of(Compiled()) is None
     assert compat.handle_of(types.SimpleNamespace(function=None)) is None
     assert compat.handle_of(types.SimpleNamespace(function=0x7F00)) == 0x7F00

@@ -103,7 +103,7 @@ def launcher_of(kernel: Any) -> Launcher | None:
 
 def handle_of(code: Any) -> int | None:
     """The driver's handle of the function that a launcher's code was loaded as; None where it is not loaded,
-    or that is not told. Both kinds of code name it so, in the sources of 2.11 to 2.15 and Triton 3.6.
+    or that is not told. Both kinds of code name it so, in the sources of 2.11 to 2.15 and of Triton.
     """
     handle = getattr(code, "function", None)
     return handle if isinstance(handle, int) and handle else None
