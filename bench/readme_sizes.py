@@ -42,6 +42,7 @@ A_NODE: tuple[tuple[str, str], ...] = (
     ("host_bytes_a_node", "host bytes for a node and size"),
     ("counted_bytes_a_node", "as counted"),
     ("own_bytes_a_node", "of it recipes"),
+    ("traced_bytes_a_node", "that Python allocated"),
 )
 
 

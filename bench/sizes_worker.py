@@ -11,7 +11,8 @@ import ctypes
 import gc
 import json
 import sys
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
 
 import _paths  # noqa: F401  (puts examples/ on sys.path)
 import sizes_generate
@@ -135,11 +136,15 @@ def memory(place: Place) -> Figures:
         return device_bytes(place.clock), settled(), reserved
 
     warm = compiled(place, lengths[:1], once)
-    seen: list[tuple[tuple[int | None, int, int], Figures]] = [(held(), holdings(place))]
-    for chosen in (lengths[:1], lengths[1:]):
+
+    def called(chosen: Sequence[int]) -> None:
         for length in chosen:
             for number in range(CALLS):
                 once(length, number)
+
+    seen: list[tuple[tuple[int | None, int, int], Figures]] = [(held(), holdings(place))]
+    for chosen in (lengths[:1], lengths[1:]):
+        called(chosen)
         seen.append((held(), holdings(place)))
     (before, _), (one, of_one), (all_of_them, of_all) = seen
     found = ended(place) | warm | {"recompiles": place.graphs() - warm["graphs"], "sizes": len(lengths)}
@@ -155,12 +160,35 @@ def memory(place: Place) -> Figures:
         found["host_bytes_a_node"] = max(0, more) / nodes
         found["counted_bytes_a_node"] = (of_all["counted_bytes"] - of_one["counted_bytes"]) / nodes
         found["own_bytes_a_node"] = (of_all["own_bytes"] - of_one["own_bytes"]) / nodes
+        found["traced_bytes_a_node"] = traced(place, lambda: called(lengths[:1]), lambda: called(lengths[1:]))
     numbers = {lengths[k]: on_host(once(lengths[k], k)) for k in some(len(lengths), 4 * size.checked)}
     right = expected(place, model)
     for k in some(len(lengths), 4 * size.checked):
         theirs = right(tokens(k, 1, lengths[k]))
         place.all_near(f"length {lengths[k]}", [numbers[lengths[k]]], [theirs])
     return found
+
+
+def traced(place: Place, one: Callable[[], None], others: Callable[[], None]) -> float:
+    """Bytes that further sizes take for each node, of those that Python allocates, all captured anew.
+
+    A process grows by more: libraries keep plans for each size, whoever runs them.
+
+    Args:
+        one, others: call a size, and all others.
+    """
+    place.forget()
+    one()
+    nodes = holdings(place)["nodes"]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        others()
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return taken / (holdings(place)["nodes"] - nodes)
 
 
 def holdings(place: Place) -> Figures:

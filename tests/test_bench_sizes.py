@@ -170,6 +170,7 @@ def test_memory_of_many_sizes(load: Any) -> None:
     assert found["counted_bytes"] == 4 * found["counted_bytes_one"]
     assert 0 < found["own_bytes_a_node"] < found["counted_bytes_a_node"]
     assert found["host_bytes_a_node"] >= 0
+    assert 100 < found["traced_bytes_a_node"] < 10_000
     assert found["device_mb"] is found["reserved_mb"] is None, "there is no device"
     assert (found["compared"], found["max_diff"]) == (4, 0)
 
