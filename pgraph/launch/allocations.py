@@ -315,7 +315,7 @@ def _joined(blocks: Sequence[Allocation], sizes: Mapping[int, int], places: Plac
     first, end, tenants = blocks[0], 0, list[tuple[int, int]]()
     for one in blocks:
         places[one.block] = first.block, end
-        tenants += ((region, end + offset) for region, offset in one.tenants)
+        tenants += [(region, end + offset) for region, offset in one.tenants] if end else one.tenants
         end += sizes[one.block]
         assert end % GRANULE == 0, blocks  # what the allocator aligns to
     return Allocation(first.block, (end,), (1,), torch.uint8, end if first.raw else 0, tuple(tenants))

@@ -136,7 +136,10 @@ class Guards:
 
     def alike(self, other: Guards) -> Guards:
         """The same guards, made of another's where these are equal: a second size takes less memory."""
-        return dataclasses.replace(self, tensors=borrowed(self.tensors, other.tensors))
+        made = dataclasses.replace(self, tensors=borrowed(self.tensors, other.tensors))
+        if made.shape == other.shape:
+            object.__setattr__(made, "shape", other.shape)
+        return made
 
     def addresses(self, args: Sequence[Any]) -> list[int] | None:
         """Addresses of the device tensors if all guards hold for `args`, else None.

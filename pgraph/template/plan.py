@@ -24,10 +24,11 @@ behind them: `pgraph.template.packing`.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import PlanError
@@ -92,7 +93,7 @@ class Plan:
     eager_peak: int
     peak: int
     inputs: int
-    _where: Mapping[int, tuple[int, int]] = dataclasses.field(repr=False, compare=False)
+    _where: Sequence[int] = dataclasses.field(repr=False, compare=False)  # two numbers for each region
 
     def location(self, region: int) -> tuple[int, int]:
         """``(block index, byte offset)`` of an output or a temporary.
@@ -100,13 +101,14 @@ class Plan:
         Raises:
             PlanError: the region is an input, or unknown.
         """
-        try:
-            return self._where[region]
-        except KeyError:
+        known = 0 <= 2 * region < len(self._where)
+        block, offset = self._where[2 * region : 2 * region + 2] if known else (-1, 0)
+        if block < 0:
             raise PlanError(
                 f"region {region} has no block in this plan; ask for outputs and temporaries only, "
                 "inputs lie in the caller's memory"
-            ) from None
+            )
+        return block, offset
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def plan_of(
     if not slack_bytes >= 0:
         raise PlanError(f"slack_bytes is {slack_bytes}; pass a number >= 0")
     if lives.n_nodes == 0 and not nbytes:
-        return Plan((), Rows(Block, (), (), ()), 0, 0, 0, {})
+        return Plan((), Rows(Block, (), (), ()), 0, 0, 0, ())
     chain = Chain(lives, nbytes)
     eager = max(map(operator.add, chain.inputs, chain.alive))
     limit = eager + max(slack_bytes, eager // 100)
@@ -181,8 +183,8 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     ends: list[int] = []
     tenants: list[list[tuple[int, int]]] = []
     chunks: list[Chunk] = []
-    where = {}
     regions, end = chain.lives.regions, chain.end
+    where = array.array("q", (-1,)) * (2 * max(regions, default=-1) + 2)  # a collector looks at no array
     for a, b in itertools.pairwise(cuts):
         packed, first = chain.packed(a, b), len(sizes)
         blocks_of = [block_of[owner] if owner >= 0 else -1 for owner in packed.owners]
@@ -194,7 +196,7 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 ends.append(0)
                 tenants.append([])
             tenants[index].append((regions[r], offset))
-            where[regions[r]] = index, offset
+            where[2 * regions[r]], where[2 * regions[r] + 1] = index, offset
             block_of[r] = index
             if end[r] > ends[index]:
                 ends[index] = end[r]
