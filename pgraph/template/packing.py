@@ -5,11 +5,12 @@ exactly its own size, so what a border carries over is, byte for byte, what eage
 a chunk's cost depends on its two ends only, not on earlier cuts. Inside a chunk, sizes are taken
 from the largest down. Regions of one size share blocks of that size, by colouring their intervals
 in order of birth. A temporary of the chunk that finds none free is tried in the idle rectangles
-(bytes x nodes) of larger blocks, best fit first: an output's block before its birth, a carried
+(`pgraph.template.idle`) of larger blocks, best fit first: an output's block before its birth, a carried
 block after its tenant's death, the gaps between larger temporaries. A rectangle is cut along the
 bytes, so what is left of it keeps its whole span of nodes. Only then is a block opened. So each
 block has the size of one tensor that eager would have allocated, and the caching allocator sees
-the sizes it sees without a graph.
+the sizes it sees without a graph. Small chains that would take several chunks are an exception:
+Note [One block] in `pgraph.template.one_block`.
 
 **Cutting.** Without the rectangles a chunk ``[a, b)`` would cost
 ``inputs(a) + sum over sizes s of s * max over nodes of (regions of size s alive)``: monotone in
@@ -33,11 +34,12 @@ import dataclasses
 import heapq
 import itertools
 import operator
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
 
 from pgraph.native import libraries
+from pgraph.template import one_block
+from pgraph.template.idle import Idle
 from pgraph.template.lifetimes import GRANULE, Lives
 
 __all__ = ["EXHAUSTIVE_NODES", "MORE", "Chain", "Packed"]
@@ -54,8 +56,6 @@ _TRIED = 16
 
 _FAR = 16
 """A chunk is looked for up to so many times the length that the rule allows: bounds what one cut costs."""
-
-_SCAN = 24  # idle rectangles looked at per bucket: bounds the cost where hundreds have one size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,65 +75,6 @@ class Packed:
     regions: Sequence[int]
     lanes: Sequence[int]
     offsets: Sequence[int]
-
-
-class _Idle:
-    """Idle rectangles (bytes x nodes) of blocks, to be found by the span of nodes they cover.
-
-    Each lies in the bucket of the smallest aligned power-of-two window around its span. A rectangle
-    that covers a tenant's span can only be in the buckets of windows around that span: at most
-    log2(nodes) of them. Inside a bucket the order is size, then latest end, then earliest start, so
-    that the first ones looked at are those most likely to cover.
-
-    Args:
-        n: nodes of the chunk.
-        least: bytes of the smallest tenant to come, more than 0. What is smaller need not be found.
-    """
-
-    __slots__ = ("_buckets", "_least", "_top")
-
-    def __init__(self, n: int, least: int) -> None:
-        self._buckets: dict[int, list[tuple[int, int, int, int, int]]] = {}
-        self._least = least
-        self._top = (n - 1).bit_length()
-
-    def add(self, size: int, start: int, end: int, lane: int, offset: int) -> None:
-        if size >= self._least and end > start:
-            level = (start ^ (end - 1)).bit_length()
-            place = (start >> level) << 6 | level
-            bucket = self._buckets.get(place)
-            if bucket is None:
-                self._buckets[place] = [(size, -end, start, lane, offset)]
-            else:
-                insort(bucket, (size, -end, start, lane, offset))
-
-    def take(self, size: int, start: int, end: int) -> tuple[int, int] | None:
-        """Best fit of `size` bytes over nodes ``[start, end)``: its ``(lane, offset)``, or None."""
-        best: tuple[int, int, int, int, int] | None = None
-        home: list[tuple[int, int, int, int, int]] = []
-        at, room = 0, 1 << 62  # of the best so far
-        buckets, key, minus_end = self._buckets, (size,), -end
-        for level in range((start ^ (end - 1)).bit_length(), self._top + 1):
-            bucket = buckets.get((start >> level) << 6 | level)
-            if not bucket or bucket[-1] < key:
-                continue
-            first = bisect_left(bucket, key)
-            for i, found in enumerate(bucket[first : first + _SCAN], first):
-                if found[0] >= room:
-                    break
-                if found[2] <= start and found[1] <= minus_end:
-                    best, home, at, room = found, bucket, i, found[0]
-                    break
-            if room == size:
-                break
-        if best is None:
-            return None
-        del home[at]
-        total, minus_until, since, lane, offset = best
-        self.add(total - size, since, -minus_until, lane, offset + size)
-        self.add(size, since, start, lane, offset)
-        self.add(size, end, -minus_until, lane, offset)
-        return lane, offset
 
 
 class Chain:
@@ -226,7 +167,7 @@ class Chain:
         sizes = sorted(groups, reverse=True)
         # Idle rectangles are for temporaries of the chunk: none is kept that is smaller than all of them.
         least = next((s for s in reversed(sizes) if s and any(ends[r] <= b for r in groups[s][1])), 1 << 62)
-        idle = _Idle(b - a, least)
+        idle = Idle(b - a, least)
         for size in sizes:
             carried, born = groups[size]
             lends = size >= least
@@ -300,7 +241,29 @@ class Chain:
         cuts = [self.n]
         while cuts[-1] > 0:
             cuts.append(came_from[cuts[-1]])
+        if len(cuts) > one_block.WORTH and (packed := self._in_one_block(limit)) is not None:
+            self._found[0] = self.n, packed
+            return [0, self.n]
         return cuts[::-1]
+
+    def _in_one_block(self, limit: int) -> Packed | None:
+        """The whole chain as one chunk, if that is within the limit (Note [One block])."""
+        ends, n, room = self.end, self.n, limit - self.inputs[0]
+        if max(self.alive, default=0) > room:
+            return None
+        temps = [r for r in self._born if ends[r] <= n]
+        others = [r for r in self._born if ends[r] > n]
+        sizes = [self.size[r] for r in others]
+        room -= sum(sizes)
+        nbytes, since, until = ([column[r] for r in temps] for column in (self.size, self.start, ends))
+        found = one_block.offsets(nbytes, since, until, room) if temps else None
+        if found is None:
+            return None
+        places, total = found
+        held = limit - room + total
+        lanes = [*[0] * len(temps), *range(1, len(others) + 1)]
+        everywhere = [*places, *[0] * len(others)]
+        return Packed(held, [total, *sizes], [-1] * (len(others) + 1), [*temps, *others], lanes, everywhere)
 
     def as_before(self, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
         """The known borders whose chunks fit, if they are hardly more; or as many that others may take.
