@@ -2,8 +2,8 @@
 
 Where the device sets the pace, that is worth nothing: of the uncaptured runs those count as nothing saved
 that end before the device has even begun with them. Once some sizes are launched that is so at some calls,
-after a few launches in a row. So it is their share that counts: where most of the latest ones stood for all,
-hardly a size was computed any more after a third of 241 (training, H200).
+after a few launches in a row. So it is their share that counts. Where most of the latest ones stood for all,
+39 of 259 missing recordings were computed in 3,000 steps of training on 241 lengths (H200).
 
 Both are the fastest of the latest ones, since first calls have things to set up.
 """
