@@ -15,16 +15,18 @@ import pytest
 import torch
 
 import pgraph
+from pgraph.runtime import trial
 
 TINY = {"size": "tiny", "device": "cpu", "driver": "host", "codegen": "aten"}
 
 
 @pytest.fixture(autouse=True)
-def attention_as_it_was() -> Iterator[None]:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+def attention_and_clock_as_they_were() -> Iterator[None]:
+    before, clock = torch.backends.cuda.cudnn_sdp_enabled(), trial.clock
     with torch.compiler.config.patch(cache_key_tag=""):  # type: ignore[attr-defined]
         yield
     torch.backends.cuda.enable_cudnn_sdp(before)
+    trial.clock = clock
 
 
 def measured(load: Any, config: str, backend: str = "pgraph", **settings: Any) -> dict[str, Any]:

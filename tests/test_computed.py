@@ -22,7 +22,7 @@ from pgraph import compat
 from pgraph.compute import compare
 from pgraph.compute import computer as computers
 from pgraph.compute.computer import Computer
-from pgraph.compute.errors import NotComputableError
+from pgraph.compute.errors import LaunchedOtherwiseError, NotComputableError
 from pgraph.compute.script import LaunchKernel
 from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.host.driver import HostDriver, HostSession
@@ -470,6 +470,22 @@ def test_launches_with_equal_samples_share_a_node(monkeypatch: pytest.MonkeyPatc
         assert slots == others
         assert shared.allocations == alone.allocations
         assert compare.difference(shared, slots, alone, others) is None
+
+
+def test_a_kernel_that_another_was_captured_for_is_told() -> None:
+    """It tells one that is launched otherwise from a capture that recorded more or fewer nodes before it."""
+
+    class Driver:
+        def kernel_node(self, *_: Any) -> None: ...
+
+    found, event = Computer(Driver(), work), LaunchKernel(0, "kernel", None, ())  # type: ignore[arg-type]
+    told = []
+    for name in ("kernel", "other"):
+        found._samples[0] = NodeRecord("kernel", name, ("function",), b"")
+        with pytest.raises(LaunchedOtherwiseError) as caught:
+            found._node(0, event, [])
+        told.append(str(caught.value))
+    assert told[1] == f"{told[0]}, or other was captured in its place"
 
 
 def test_a_launch_with_another_sample_has_its_own_node() -> None:

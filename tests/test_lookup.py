@@ -180,6 +180,17 @@ def test_only_what_differs_is_read() -> None:
     assert [i for _, i in values.candidates([None, None, 6.0])] == [6]
 
 
+def test_guards_of_another_size_take_little_memory() -> None:
+    """What they have in common is there once; what differs stays their own."""
+    one, other = sized(4, 4), sized(5, 4)
+    alike = other.alike(one)
+    assert alike == other
+    assert alike.shape is one.shape
+    assert alike.tensors[0] is one.tensors[0]
+    deeper = sized(5, 4, 4)
+    assert deeper.alike(one).shape == deeper.shape != one.shape
+
+
 def test_what_a_key_cannot_tell_apart_is_tried_in_turn() -> None:
     aligned, loose = sized(4, 4), Guards(tuple(dataclasses.replace(g, mask=3) for g in sized(4, 4).tensors))
     lookup = numbered([aligned, sized(5, 4), loose])

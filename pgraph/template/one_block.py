@@ -3,10 +3,11 @@
 Note [One block]
 Blocks that have the sizes of tensors (`pgraph.template.packing`) take more than what is alive at once, and
 where that is more than the limit, a chain is cut. Each further chunk is one more launch, and between two the
-device waits: of a server's batches of 1 to 32 those from 24 on came in six chunks (six blocks of a
-transformer, 0.6 ms of an H200). Packed freely they take no more than what is alive. But then the caching
-allocator sees a size that nobody else asks for, and has to have it in one piece. So it is done for small
-chains only (`MOST_BYTES`), of several chunks; in larger ones a launch is nothing beside what the device does.
+device waits. Of the batches of 1 to 32 of a small transformer (`serving` in `bench/sizes.py`) those from 24
+on came in six chunks on the host driver; an H200 is through with one in 0.6 ms. Packed freely they take no
+more than what is alive. But then the caching allocator sees a size that nobody else asks for, and has to have
+it in one piece. So it is done where it saves several launches (`WORTH`), and for small chains only
+(`MOST_BYTES`): in larger ones a launch is nothing beside what the device does.
 
 Each lies as low as what is there while it lives lets it. Those come first that take most room, in bytes times
 nodes. Whoever finds none within the limit comes first at the next try, all anew. For transformers a try or
