@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import struct
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from pgraph.template.recording import NodeRecord
 cuda = pytest.importorskip("pgraph.drivers.cuda.driver", reason="needs cuda-bindings")
 sessions = pytest.importorskip("pgraph.drivers.cuda.session", reason="needs cuda-bindings")
 allocator_log = pytest.importorskip("pgraph.drivers.cuda.allocator_log", reason="needs cuda-bindings")
+graphs = pytest.importorskip("pgraph.drivers.cuda.graph", reason="needs cuda-bindings")
 cuda_ghost = pytest.importorskip("pgraph.drivers.cuda.ghost", reason="needs cuda-bindings")
 peaks = pytest.importorskip("pgraph.drivers.cuda.peaks", reason="needs cuda-bindings")
 
@@ -388,3 +390,20 @@ def test_a_forked_process_frees_nothing_of_its_parents(forked: bool, monkeypatch
     graph = cuda.CudaGraph("graph", ())
     del exec, graph
     assert freed == ([] if forked else ["exec", "graph"])
+
+
+def test_a_small_copy_is_anchored_without_a_look_at_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be told of all segments takes longer than all else that a replica needs, in a large program."""
+    looks: list[int] = []
+
+    def segments() -> list[dict[str, Any]]:
+        looks.append(1)
+        return [{"device": 0, "segment_pool_id": (0, 0), "total_size": 64 << 20, "address": 1 << 40}]
+
+    monkeypatch.setattr(graphs.snapshot, "segments", segments)
+    monkeypatch.setattr(graphs.torch, "device", lambda *_: "cpu")
+    for nbytes, seen in ((1 << 20, 0), ((1 << 20) + 1, 1)):
+        fill = NodeRecord("memset", "memset", (), struct.pack("=5Q", 0, nbytes, 1 << 32, nbytes, 1))
+        address, owner = graphs.ordinary_range([fill], 0)
+        assert len(looks) == seen
+        assert (address, owner) == (1 << 40, None) if seen else owner.nbytes() == nbytes

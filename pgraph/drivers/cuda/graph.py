@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from cuda.bindings import driver as cu
@@ -20,6 +20,7 @@ from pgraph.template.template import Slot
 __all__ = ["CudaGraph", "anchored", "not_ours", "ordinary_range", "rebound_copies"]
 
 _COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
+_SMALL: Final = 1 << 20  # bytes: what PyTorch's allocator has in segments of 2 MB
 
 
 def _moved_bytes(record: NodeRecord) -> int:
@@ -37,11 +38,17 @@ def _moved_bytes(record: NodeRecord) -> int:
 def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]:
     """(address, owner or None) of a range that the framework's allocator holds, as large as the largest of
     these copies and fills. Nothing is done there.
+
+    A small one is allocated: to be told of all segments takes longer, the more a program has.
     """
     nbytes = max(map(_moved_bytes, copies))
-    segments = [
-        s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
-    ]
+    segments = (
+        []
+        if nbytes <= _SMALL
+        else [
+            s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+        ]
+    )
     largest = max(segments, key=lambda s: s["total_size"], default=None)
     if largest is not None and largest["total_size"] >= nbytes:
         return largest["address"], None
