@@ -54,6 +54,17 @@ def test_first_calls_and_captures_do_not_make_a_server_seldom(seed: int, slow: f
     assert len(program.captured) >= 31
 
 
+@pytest.mark.parametrize(("ahead", "few"), [(0, False), (1, True), (45, True), (46, False)])
+def test_sizes_that_were_computed_ahead_are_few_or_many(ahead: int, few: bool) -> None:
+    """Three came before: all that are known may have execs of their own at once, up to 48."""
+    economy = Economy(lambda: 0, Purse())
+    for calls in range(3):
+        economy.met(calls, 1.0 * calls)
+    for _ in range(ahead):
+        economy.foreseen(0.01)
+    assert economy.few == few
+
+
 def test_what_may_be_spent_at_the_start_is_for_programs_that_it_is_enough_for() -> None:
     """Training on lengths of 16 to 256, with 45 ms for each, is never two per cent behind."""
     rng = random.Random(0)

@@ -272,7 +272,8 @@ class SpecializationCache:
     def add(self, specialization: Specialization, program: Program) -> None:
         """It was captured. Others go if there is one too many, or it does itself if it needs too much."""
         tried = Trial(len(program.built.template.nodes)) if self.would_try(program) else None
-        specialization.captured(program, native_program(program, self._in_c[0]), tried)
+        native = native_program(program, self._in_c[0], specialization.addresses)
+        specialization.captured(program, native, tried)
         self._stats.captured(program.built)
         self._stats.waits = None
         units: tuple[Unit, ...] = self.room.holdings.add(specialization), specialization

@@ -92,6 +92,9 @@ _DOZENS: Final = 64
 """Sizes. Where more are to be expected, as in training on hundreds of lengths, what they cost at once would
 be some per cent of hundreds of steps."""
 
+_FEW: Final = 48
+"""Sizes. If no more are known, once some were computed ahead, each may have execs of its own at once."""
+
 _NEARLY_ALL: Final = 0.75
 """Where so many of the calls that are looked at bring new sizes, what one saves is not spent on others."""
 
@@ -134,7 +137,6 @@ class Economy:
     Attributes:
         rests_until: until then no capture pays, whatever comes.
         sizes: how many came.
-        few: all that are to be expected were found to pay, and soon.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Economy:
         self._novelty = Novelty()
         self.sizes = self._made = self._again = self._calls = self._foreseen = 0
         self.rests_until = float("-inf")
-        self.few = self._learning = False  # the latter as it was told last
+        self._start_pays = self._learning = False  # the latter as it was told last
 
     def met(self, calls: int, now: float) -> None:
         """A size came for the first time.
@@ -220,6 +222,11 @@ class Economy:
         self._pace.set_up()
 
     @property
+    def few(self) -> bool:
+        """Whether few sizes are to be expected: all were found to pay, and soon, or were computed ahead."""
+        return self._start_pays or 0 < self._foreseen <= _FEW - self.sizes
+
+    @property
     def debt(self) -> float:
         """Seconds that captures have cost beyond what launches have saved. Any thread may ask."""
         return max(self._spent - self._gain.seconds * self._launches_so_far(), 0.0)
@@ -241,7 +248,7 @@ class Economy:
         if computed and saves >= cost:
             return True
         if self._starts(now, cost, learning or computed):
-            self.few = True
+            self._start_pays = True
             return True
         wait = self._wait(now, cost, learning or computed)
         if wait <= 0.0 and self._worth(runs, calls, cost, computed, learning):
