@@ -293,6 +293,25 @@ def test_what_is_kept_of_one_size_serves_another(pair: tuple[Size, Size]) -> Non
         assert words_of(third) == words_of(first)
 
 
+def test_slots_that_are_alike_are_kept_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are for most sizes. Where deltas differ, each launch finds its own."""
+    node, offsets = kernel("kernel", 9, list(range(9)))
+    same = [Slot(FIRST, offset, region % 4, 0) for region, offset in enumerate(offsets)]
+    other = [slot._replace(delta=64) for slot in same]
+    all_sizes = [Size([node], slots) for slots in (same, list(same), other, same)]
+    device, _, recipes = recipes_of(monkeypatch, way, all_sizes)
+    rows = [recipe._rows for recipe in recipes]
+    assert rows[0] is rows[1] is rows[3] is not rows[2]
+    nbytes = [recipe.nbytes for recipe in recipes]
+    assert nbytes[0] == nbytes[2] == nbytes[1] + 16 * len(same) == nbytes[3] + 16 * len(same)
+    replicated(device, recipes[1], 1)
+    assert [other.nbytes for other in recipes[1]._others] == [nbytes[1]]
+    del rows, recipes[0]
+    for recipe, size in zip(recipes, all_sizes[1:], strict=True):
+        recipe.launch(ADDRESSES[0], STREAM)
+        assert device.launched[-1] == wanted(size, ADDRESSES[0])
+
+
 def replicated(device: Device, recipe: Any, count: int, itself: bool = True) -> None:
     """Have so many further execs take turns with the recipe's own, or alone."""
     made = []

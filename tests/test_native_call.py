@@ -23,7 +23,7 @@ from pgraph import compat
 from pgraph.errors import DriverError
 from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
 from pgraph.launch.lookup import PartKind, numbered
-from pgraph.launch.native import native_launch, native_program
+from pgraph.launch.native import native_addresses, native_launch, native_program
 from pgraph.launch.program import Program, Result, Source
 from pgraph.launch.views import view
 from pgraph.native import libraries, structs
@@ -366,6 +366,51 @@ def test_nothing_leaks_over_many_calls() -> None:
     assert alive() is None, "the program keeps its recipes alive, and only as long as it lives"
 
 
+def test_what_c_read_of_guards_is_shared() -> None:
+    """Hundreds of inputs of each size are looked at in two ways: to find a size, and to launch it."""
+    many = 200
+    device = FakeDevice()
+    program = made(device, CASE)
+    inputs = tuple(TensorGuard(i, (4, 4), (4, 1), 15) for i in range(many))
+    larger = dataclasses.replace(program, guards=dataclasses.replace(program.guards, tensors=inputs))
+
+    def taken(addresses: Any) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        native = native_program(larger, None, addresses)
+        found = tracemalloc.get_traced_memory()[0] - before
+        assert native is not None
+        return found
+
+    tracemalloc.start()
+    try:
+        addresses = native_addresses(device)(larger.guards)  # type: ignore[arg-type]
+        other = native_addresses(device)(dataclasses.replace(larger.guards))  # type: ignore[arg-type]
+        alone, shared = taken(None), taken(addresses)
+        assert alone - shared > 32 * many
+        assert abs(taken(other) - alone) < many, "an object that may say something else"
+        del addresses
+    finally:
+        tracemalloc.stop()
+
+
+def test_guards_that_are_shared_live_as_long_as_a_program_needs_them() -> None:
+    device = FakeDevice()
+    program = made(device, CASE)
+    addresses: Any = native_addresses(device)(program.guards)  # type: ignore[arg-type]
+    native = native_program(program, None, addresses)
+    args = arguments(program)
+    assert addresses(args) == program.guards.addresses(args) is not None
+    del addresses
+    gc.collect()
+    call = native_launch([native], numbered([program.guards]))
+    assert call is not None
+    for _ in range(3):
+        assert call([41, *arguments(program)[1:]]) is None
+        assert call(arguments(program)) is not None
+    del native, call
+    gc.collect()
+
+
 @pytest.mark.parametrize("where", ["in the same thread", "in another one"])
 def test_a_launch_within_a_launch_leaves_no_memory_behind(where: str) -> None:
     """Each has a frame of its own, of which one is kept for the next launch."""
@@ -468,9 +513,9 @@ def test_malformed_programs_are_errors() -> None:
     module = libraries.load_call()
     assert isinstance(module, types.ModuleType)
     with pytest.raises(TypeError):
-        module.program(1, 2, 3)
-    with pytest.raises(AttributeError):
         module.program(1, 2)
+    with pytest.raises(AttributeError):
+        module.program(1, 2, None)
     with pytest.raises((TypeError, ValueError)):
         module.call(object(), [])
     with pytest.raises(ValueError, match="PyCapsule"):

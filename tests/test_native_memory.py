@@ -30,6 +30,7 @@ from pgraph.launch.native import PHASES, native_launch, native_program, time_cal
 from pgraph.launch.program import Result, Source, program_of
 from pgraph.launch.views import view
 from pgraph.native import libraries
+from pgraph.template.lifetimes import Pairs
 from pgraph.template.recording import TensorSpec
 
 
@@ -138,7 +139,7 @@ def test_a_result_with_gaps_or_without_elements_has_memory_of_its_own(size: Any,
 
 
 def _saved(block: int, nbytes: int) -> Allocation:
-    return Allocation(block, (nbytes,), (1,), torch.uint8, 0, ((block + 10, 0),))
+    return Allocation(block, (nbytes,), (1,), torch.uint8, 0, Pairs([(block + 10, 0)]))
 
 
 def test_results_that_die_one_after_the_other_share_a_piece() -> None:

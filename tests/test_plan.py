@@ -28,7 +28,7 @@ from support_plan import (
 from pgraph.errors import PlanError
 from pgraph.native import libraries
 from pgraph.template import idle
-from pgraph.template.lifetimes import Lifetime
+from pgraph.template.lifetimes import Lifetime, Pairs
 from pgraph.template.one_block import WORTH
 from pgraph.template.packing import EXHAUSTIVE_NODES, MORE
 from pgraph.template.plan import make_plan
@@ -234,3 +234,21 @@ def test_chunks_are_packed_alike_in_c(program: tuple[int, list[Lifetime]], data:
 def test_as_many_idle_places_are_looked_at_in_c() -> None:
     source = (pathlib.Path(libraries.__file__).parent / "rebind_plan.h").read_text()
     assert f"enum {{ SCAN = {idle._SCAN} }}" in source
+
+
+NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=9), st.slices(9), st.integers(-9, 8))
+def test_pairs_are_a_tuple_of_pairs(pairs: list[tuple[int, int]], some: slice, at: int) -> None:
+    found = Pairs(pairs)
+    assert (tuple(found), len(found), found[some]) == (tuple(pairs), len(pairs), tuple(pairs[some]))
+    assert found == Pairs(pairs) == tuple(pairs)
+    assert hash(found) == hash(Pairs(pairs))
+    assert repr(found) == repr(tuple(pairs))
+    assert found != Pairs([*pairs, (0, 0)])
+    if -len(pairs) <= at < len(pairs):
+        assert found[at] == pairs[at]
+    else:
+        with pytest.raises(IndexError):
+            found[at]

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pgraph.template.lifetimes import Pairs
 from pgraph.template.plan import GRANULE, Block
 from pgraph.template.recording import TensorSpec
 from pgraph.template.template import Template
@@ -120,7 +121,7 @@ class Allocation(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     raw: int
-    tenants: tuple[tuple[int, int], ...]
+    tenants: Pairs
 
 
 def output_blocks(template: Template) -> tuple[BlockLayouts, Types]:
@@ -315,10 +316,10 @@ def _joined(blocks: Sequence[Allocation], sizes: Mapping[int, int], places: Plac
     first, end, tenants = blocks[0], 0, list[tuple[int, int]]()
     for one in blocks:
         places[one.block] = first.block, end
-        tenants += [(region, end + offset) for region, offset in one.tenants] if end else one.tenants
+        tenants += [(region, end + offset) for region, offset in one.tenants]
         end += sizes[one.block]
         assert end % GRANULE == 0, blocks  # what the allocator aligns to
-    return Allocation(first.block, (end,), (1,), torch.uint8, end if first.raw else 0, tuple(tenants))
+    return Allocation(first.block, (end,), (1,), torch.uint8, end if first.raw else 0, Pairs(tenants))
 
 
 def apart(results: list[torch.Tensor], shared: Sequence[int]) -> None:

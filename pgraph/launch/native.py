@@ -77,11 +77,12 @@ class Calls:
     make_alias: int | None = None
 
 
-def native_program(program: Program, calls: Calls | None = None) -> Any:
+def native_program(program: Program, calls: Calls | None = None, addresses: Addresses | None = None) -> Any:
     """The program as C reads it, or None where there are no launches in C.
 
     Args:
         calls: those of its driver, where somebody has them.
+        addresses: those of its guards, if `native_addresses` made some: what C read for them is shared.
     """
     module = libraries.load_call()
     calls = calls or calls_of(program.built.driver)
@@ -94,7 +95,8 @@ def native_program(program: Program, calls: Calls | None = None) -> Any:
         raise SystemError("launch/program.py and native/launch.c number the sources differently")
     if any(getattr(module, number.name) != number for number in PartKind):
         raise SystemError("launch/lookup.py and native/launch.c number the parts of keys differently")
-    return module.program(program, calls)
+    guards = addresses.args[0] if isinstance(addresses, functools.partial) else None
+    return module.program(program, calls, guards)
 
 
 def native_addresses(driver: Driver) -> Callable[[Guards], Addresses]:

@@ -1,6 +1,6 @@
 /* One whole launch in C: runs the same `pgraph.launch.program.Program` as `pgraph.launch.interpreter`.
  *
- * program(Program, Calls) reads the dataclasses once, and programs(parts, keys, those of a partition) lays out
+ * program(Program, Calls, guards) reads the dataclasses once, and programs(parts, keys, those of a partition) lays out
  * which of them are for which sizes, as `pgraph.launch.lookup` says. call(programs, args) looks for the first
  * program whose guards hold for these arguments. If there is one it takes them out of the list, allocates,
  * rebinds, launches, frees, and returns (results, rewritten nodes, index of the program); if not, it returns
@@ -29,15 +29,17 @@
 
 /* -- calls ------------------------------------------------------------------------------------ */
 
-static PyObject *try_program(pg_program *p, Py_ssize_t index, PyObject *args)
+static size_t words_of(const pg_program *p) { return (size_t)(p->n_inputs + 2 * p->n_blocks + p->n_regions); }
+
+static PyObject *try_program(pg_set *set, Py_ssize_t index, PyObject *args)
 {
+    pg_program *p = set->programs[index];
     /* Asking for so much memory makes malloc tidy up all that the program freed since the last call. */
-    size_t words = (size_t)(p->n_inputs + 2 * p->n_blocks + p->n_regions);
-    void **memory = p->spare ? p->spare : PyMem_Malloc(words ? words * sizeof(void *) : 1);
+    void **memory = set->spare ? set->spare : PyMem_Malloc(set->words * sizeof(void *));
     if (!memory)
         return PyErr_NoMemory();
-    p->spare = NULL; /* the program may be called again before this call ends */
-    memset(memory, 0, words * sizeof(void *));
+    set->spare = NULL; /* one of them may be called again before this call ends */
+    memset(memory, 0, words_of(p) * sizeof(void *));
     pg_frame f = {(PyObject **)memory, (PyObject **)memory + p->n_inputs, memory + p->n_inputs + p->n_blocks,
                   (uint64_t *)(memory + p->n_inputs + 2 * p->n_blocks)};
     void *stream = NULL;
@@ -47,10 +49,10 @@ static PyObject *try_program(pg_program *p, Py_ssize_t index, PyObject *args)
         right = ready(p, &stream);
     spend(p, GUARDS, &mark);
     PyObject *done = right < 0 ? NULL : right ? run(p, index, args, &f, stream, &mark) : Py_NewRef(Py_None);
-    if (p->spare)
+    if (set->spare)
         PyMem_Free(memory);
     else
-        p->spare = memory;
+        set->spare = memory;
     return done;
 }
 
@@ -104,7 +106,7 @@ static PyObject *call(PyObject *module, PyObject *const *given, Py_ssize_t n)
         PyErr_SetString(PyExc_TypeError, "call(programs, list of arguments)");
         return NULL;
     }
-    const pg_set *set = PyCapsule_GetPointer(given[0], SET);
+    pg_set *set = PyCapsule_GetPointer(given[0], SET);
     if (!set)
         return NULL;
     int64_t key[MOST_PARTS];
@@ -115,7 +117,7 @@ static PyObject *call(PyObject *module, PyObject *const *given, Py_ssize_t n)
          i = told < 0 ? i + 1 : set->next[i]) {
         if (told > 0 && memcmp(key, set->keys + i * set->n_parts, (size_t)set->n_parts * sizeof *key))
             continue;
-        PyObject *done = try_program(set->programs[i], i, given[1]);
+        PyObject *done = try_program(set, i, given[1]);
         if (done != Py_None)
             return done;
         Py_DECREF(done);
@@ -165,17 +167,17 @@ static pg_program *empty_program(PyObject *const *given, Py_ssize_t n, const cha
     return p;
 }
 
-/* program(Program, Calls) -> one of those that `call` looks into */
+/* program(Program, Calls, guards or None) -> one of those that `call` looks into */
 static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
 {
     (void)module;
-    pg_program *p = empty_program(given, n, "program(Program, Calls)");
+    pg_program *p = empty_program(given, n == 3 ? 2 : 0, "program(Program, Calls, guards or None)");
     if (!p)
         return NULL;
     p->n_regions = (Py_ssize_t)number_field(p->source, "n_regions");
     p->n_blocks = (Py_ssize_t)number_field(p->source, "n_blocks");
     if (PyErr_Occurred() || read_calls(p, p->calls) ||
-        read_workspace(p, field(p->source, "workspace")) || read_guards(p, field(p->source, "guards")) ||
+        read_workspace(p, field(p->source, "workspace")) || take_guards(p, field(p->source, "guards"), given[2]) ||
         read_chunks(p, tuple_field(p->source, "chunks")) || read_results(p, tuple_field(p->source, "results")) ||
         PyErr_Occurred()) {
         if (!PyErr_Occurred())
@@ -238,6 +240,7 @@ static int read_programs(pg_set *set)
     while (size < 2 * (uint64_t)set->n)
         size *= 2;
     set->mask = size - 1;
+    set->words = 1;
     if (!(set->programs = zeroed(set->n, sizeof(pg_program *))) ||
         !(set->heads = zeroed((Py_ssize_t)size, sizeof(Py_ssize_t))) ||
         !(set->next = zeroed(set->n, sizeof(Py_ssize_t))))
@@ -247,6 +250,8 @@ static int read_programs(pg_set *set)
         set->programs[i] = PyCapsule_GetPointer(PyTuple_GET_ITEM(set->owners, i), CAPSULE);
         if (!set->programs[i])
             return -1;
+        if (words_of(set->programs[i]) > set->words)
+            set->words = words_of(set->programs[i]);
         Py_ssize_t *head = &set->heads[hash_of(set->keys + i * set->n_parts, set->n_parts) & set->mask];
         set->next[i] = *head;
         *head = i;

@@ -79,6 +79,7 @@ enum { GUARDS, ALLOCATE, LAUNCH, FREE, RESULTS, N_PHASES };
 typedef struct {
     PyObject *source, *calls; /* everything borrowed below is owned by these, and so are the recipes */
     Py_ssize_t n_inputs, n_values, n_traits, n_chunks, n_results, n_regions, n_blocks;
+    PyObject *guards;   /* whose inputs, values and traits these are; NULL: the program's own */
     Py_ssize_t suspect; /* the input whose guard failed last: it is looked at first */
     pg_input *inputs;
     pg_value *values;
@@ -104,7 +105,6 @@ typedef struct {
     fn_alias make_alias;
     int64_t made_on; /* the device, as `make_tensor` takes it */
     PyObject *reinterpret, *view;
-    void *spare; /* a frame's memory between two calls; NULL while one runs */
     int timed;
     uint64_t spent[N_PHASES]; /* nanoseconds, since timing was switched on */
 } pg_program;
@@ -126,6 +126,8 @@ typedef struct { /* those of one partition, by their sizes */
     int64_t *keys; /* n_parts for each program */
     Py_ssize_t *heads, *next; /* lists of programs whose keys have one hash, in order; -1: the end */
     uint64_t mask; /* of the hashes */
+    size_t words;  /* of a frame's memory */
+    void *spare;   /* one's, between two calls; NULL while one runs */
 } pg_set;
 
 typedef struct { /* of one call */

@@ -4,7 +4,7 @@ static void free_program(pg_program *p)
 {
     if (!p)
         return;
-    for (Py_ssize_t i = 0; p->inputs && i < p->n_inputs; i++)
+    for (Py_ssize_t i = 0; !p->guards && p->inputs && i < p->n_inputs; i++)
         PyMem_Free(p->inputs[i].size);
     for (Py_ssize_t c = 0; p->chunks && c < p->n_chunks; c++) {
         for (Py_ssize_t i = 0; p->chunks[c].allocs && i < p->chunks[c].n_allocs; i++) {
@@ -17,12 +17,14 @@ static void free_program(pg_program *p)
     }
     for (Py_ssize_t i = 0; p->results && i < p->n_results; i++)
         PyMem_Free(p->results[i].made.layout);
-    PyMem_Free(p->inputs);
-    PyMem_Free(p->values);
-    PyMem_Free(p->traits);
+    if (!p->guards) {
+        PyMem_Free(p->inputs);
+        PyMem_Free(p->values);
+        PyMem_Free(p->traits);
+    }
+    Py_XDECREF(p->guards);
     PyMem_Free(p->chunks);
     PyMem_Free(p->results);
-    PyMem_Free(p->spare);
     Py_XDECREF(p->source);
     Py_XDECREF(p->calls);
     PyMem_Free(p);
@@ -42,6 +44,7 @@ static void free_set(pg_set *set)
     PyMem_Free(set->keys);
     PyMem_Free(set->heads);
     PyMem_Free(set->next);
+    PyMem_Free(set->spare);
     Py_XDECREF(set->owners);
     PyMem_Free(set);
 }
@@ -185,10 +188,37 @@ static int read_guards(pg_program *p, PyObject *guards)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* `words`: of `Pairs`, as `pg_tenant` has them. */
+static int read_tenants(const pg_program *p, pg_alloc *a, PyObject *words)
+{
+    Py_buffer view;
+    if (!words || PyObject_GetBuffer(words, &view, PyBUF_SIMPLE))
+        return -1;
+    a->n_tenants = view.len / (Py_ssize_t)sizeof(pg_tenant);
+    if ((a->tenants = zeroed(a->n_tenants, sizeof(pg_tenant))))
+        memcpy(a->tenants, view.buf, (size_t)a->n_tenants * sizeof(pg_tenant));
+    int odd = view.len % (Py_ssize_t)sizeof(pg_tenant) != 0;
+    PyBuffer_Release(&view);
+    for (Py_ssize_t i = 0; a->tenants && i < a->n_tenants; i++)
+        odd |= a->tenants[i].region < 0 || a->tenants[i].region >= p->n_regions;
+    return a->tenants && !odd ? 0 : -1;
+}
+
+/* Those of a capsule that `guards` made of the very same object. It is kept: hundreds of inputs of each size. */
+static int take_guards(pg_program *p, PyObject *guards, PyObject *capsule)
+{
+    const pg_program *read = PyCapsule_IsValid(capsule, GUARDS_ONLY) ? PyCapsule_GetPointer(capsule, GUARDS_ONLY) : NULL;
+    if (!read || read->source != guards)
+        return read_guards(p, guards);
+    p->guards = Py_NewRef(capsule);
+    p->n_inputs = read->n_inputs, p->n_values = read->n_values, p->n_traits = read->n_traits;
+    p->inputs = read->inputs, p->values = read->values, p->traits = read->traits;
+    return 0;
+}
+
 static int read_alloc(const pg_program *p, pg_alloc *a, PyObject *spec)
 {
-    PyObject *tenants = tuple_field(spec, "tenants");
-    if (!tenants || !(a->tenants = zeroed(a->n_tenants = PyTuple_GET_SIZE(tenants), sizeof(pg_tenant))))
+    if (read_tenants(p, a, field(field(spec, "tenants"), "words")))
         return -1;
     a->block = number_field(spec, "block");
     a->raw = (uint64_t)number_field(spec, "raw");
@@ -203,14 +233,6 @@ static int read_alloc(const pg_program *p, pg_alloc *a, PyObject *spec)
     a->made.ndim = PyTuple_GET_SIZE(a->size);
     if (a->number >= 0 && !(a->made.layout = layout_of(a->size, a->stride)))
         return -1;
-    for (Py_ssize_t i = 0; i < a->n_tenants; i++) {
-        long long region, offset;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tenants, i), "LL", &region, &offset))
-            return -1;
-        if (region < 0 || region >= p->n_regions)
-            return -1;
-        a->tenants[i] = (pg_tenant){region, (uint64_t)offset};
-    }
     return 0;
 }
 

@@ -24,7 +24,6 @@ behind them: `pgraph.template.packing`.
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import itertools
 import operator
@@ -32,7 +31,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pgraph.errors import PlanError
-from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, Rows, survives
+from pgraph.template.lifetimes import GRANULE, Lifetime, Lives, Pairs, Rows, survives
 from pgraph.template.packing import Chain
 from pgraph.text import amount
 
@@ -51,7 +50,7 @@ class Block(NamedTuple):
 
     index: int  # type: ignore[assignment]  # hides a method of tuples
     nbytes: int
-    tenants: tuple[tuple[int, int], ...]
+    tenants: Pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +92,8 @@ class Plan:
     eager_peak: int
     peak: int
     inputs: int
-    _where: Sequence[int] = dataclasses.field(repr=False, compare=False)  # two numbers for each region
+    _where: Pairs = dataclasses.field(repr=False, compare=False)  # of each region from `_first` on
+    _first: int = dataclasses.field(repr=False, compare=False)  # before it there are inputs alone
 
     def location(self, region: int) -> tuple[int, int]:
         """``(block index, byte offset)`` of an output or a temporary.
@@ -101,8 +101,8 @@ class Plan:
         Raises:
             PlanError: the region is an input, or unknown.
         """
-        known = 0 <= 2 * region < len(self._where)
-        block, offset = self._where[2 * region : 2 * region + 2] if known else (-1, 0)
+        at = region - self._first
+        block, offset = self._where[at] if 0 <= at < len(self._where) else (-1, 0)
         if block < 0:
             raise PlanError(
                 f"region {region} has no block in this plan; ask for outputs and temporaries only, "
@@ -169,7 +169,7 @@ def plan_of(
     if not slack_bytes >= 0:
         raise PlanError(f"slack_bytes is {slack_bytes}; pass a number >= 0")
     if lives.n_nodes == 0 and not nbytes:
-        return Plan((), Rows(Block, (), (), ()), 0, 0, 0, ())
+        return Plan((), Rows(Block, (), (), ()), 0, 0, 0, Pairs(), 0)
     chain = Chain(lives, nbytes)
     eager = max(map(operator.add, chain.inputs, chain.alive))
     limit = eager + max(slack_bytes, eager // 100)
@@ -184,7 +184,7 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
     tenants: list[list[tuple[int, int]]] = []
     chunks: list[Chunk] = []
     regions, end = chain.lives.regions, chain.end
-    where = array.array("q", (-1,)) * (2 * max(regions, default=-1) + 2)  # a collector looks at no array
+    where: dict[int, tuple[int, int]] = {}
     for a, b in itertools.pairwise(cuts):
         packed, first = chain.packed(a, b), len(sizes)
         blocks_of = [block_of[owner] if owner >= 0 else -1 for owner in packed.owners]
@@ -196,7 +196,7 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 ends.append(0)
                 tenants.append([])
             tenants[index].append((regions[r], offset))
-            where[2 * regions[r]], where[2 * regions[r] + 1] = index, offset
+            where[regions[r]] = index, offset
             block_of[r] = index
             if end[r] > ends[index]:
                 ends[index] = end[r]
@@ -211,6 +211,7 @@ def _assemble(chain: Chain, cuts: list[int], eager: int) -> Plan:
                 held=packed.held,
             )
         )
-    blocks = Rows(Block, range(len(sizes)), tuple(sizes), tuple(map(tuple, tenants)))
-    held = max([chunk.held for chunk in chunks])
-    return Plan(tuple(chunks), blocks, eager, held, chain.inputs[0], where)
+    blocks = Rows(Block, range(len(sizes)), tuple(sizes), tuple(map(Pairs, tenants)))
+    held, first = max([chunk.held for chunk in chunks]), min(where, default=0)
+    places = Pairs(where.get(region, (-1, 0)) for region in range(first, max(where, default=-1) + 1))
+    return Plan(tuple(chunks), blocks, eager, held, chain.inputs[0], places, first)

@@ -50,11 +50,12 @@ class CudaRecipe(Recipe):
         if layout is None or not layout.serves(nodes, slots):
             layout = exec.layout = layout_of(nodes, slots, first)
         self._layout, self._counts = layout, (len(nodes), len(slots))
+        self._rows, more = layout.rows_of(slots)
         self._memory = ctypes.create_string_buffer(layout.nbytes + ALIGNED)
         address = ctypes.addressof(self._memory)
         base = -(-address // ALIGNED) * ALIGNED
-        self.nbytes = len(self._memory)
-        layout.write(memoryview(self._memory).cast("B")[base - address :], base, nodes, slots)
+        self.nbytes = len(self._memory) + more
+        layout.write(memoryview(self._memory).cast("B")[base - address :], base, nodes)
         self._library = libraries.load()
         self._lie_at(base)
         functions = [(i, node.header[0]) for i, node in enumerate(nodes) if node.kind == "kernel"]
@@ -64,7 +65,7 @@ class CudaRecipe(Recipe):
     def _lie_at(self, base: int) -> None:
         layout, state = self._layout, ctypes.addressof(self.exec.state)
         self._entry = RecipeEntry(
-            state, next(_numbers), base + layout.settings, base + layout.slots, base, None
+            state, next(_numbers), base + layout.settings, self._rows.address, base, None
         )
         ctypes.memmove(base, ctypes.addressof(self._entry), ctypes.sizeof(RecipeEntry))
         self._entry = RecipeEntry.from_address(base)
@@ -95,6 +96,7 @@ class CudaRecipe(Recipe):
         made.exec, made._turns, made._others, made._entries = exec, None, (), None
         made._itself = True
         made._memory = ctypes.create_string_buffer(len(self._memory))
+        made.nbytes = len(made._memory)
         address, old = ctypes.addressof(made._memory), ctypes.addressof(self._entry)
         base = -(-address // ALIGNED) * ALIGNED
         ctypes.memmove(base, old, self._layout.nbytes)

@@ -1,4 +1,5 @@
-"""What the driver is told of nodes: their parameters, and the structs that point to them, in one block."""
+"""What the driver is told of nodes: their parameters, and the structs that point to them, in one block; and
+slots, which recipes share."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 from pgraph.drivers.cuda.nodes import KernelParams
-from pgraph.native.structs import RecipeEntry, SettingEntry, SlotEntry
+from pgraph.native.structs import RecipeEntry, SettingEntry
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["ALIGNED", "RecipeLayout", "layout_of", "places", "struct_of"]
+__all__ = ["ALIGNED", "RecipeLayout", "SlotRows", "layout_of", "places", "struct_of"]
 
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
@@ -26,6 +27,21 @@ _KERNEL_PARAMS: Final = "=Q7I4x4Q"
 _HEAD: Final = struct.Struct("=Q7I")  # what comes before its pointers
 _ROW: Final = struct.Struct("=iiq")  # `SlotEntry`
 _CONTEXT: Final = KernelParams.ctx.offset
+
+
+class SlotRows:
+    """The `SlotEntry` of each slot, which nobody changes.
+
+    Attributes:
+        packed: all of them.
+        address: where the first one lies, for as long as this lives.
+    """
+
+    __slots__ = ("__weakref__", "address", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+        self.address = ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p).value or 0
 
 
 class RecipeLayout:
@@ -43,15 +59,14 @@ class RecipeLayout:
 
     Attributes:
         nbytes: of a block.
-        settings, slots: where its `SettingEntry` and `SlotEntry` begin.
+        settings: where its `SettingEntry` begin.
     """
 
     def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
         self._first = first
         self._like = _told(nodes, slots)
         self.settings = ctypes.sizeof(RecipeEntry)
-        self.slots = self.settings + ctypes.sizeof(SettingEntry) * len(nodes)
-        head = self.slots + ctypes.sizeof(SlotEntry) * len(slots)
+        head = self.settings + ctypes.sizeof(SettingEntry) * len(nodes)
         self._params, self._structs, self.nbytes = places(nodes, head)
         self._begin = self._structs[-1] + _struct_bytes(nodes[-1]) if nodes else head  # of the parameters
         form, at = "=", self._begin
@@ -60,7 +75,8 @@ class RecipeLayout:
             at = place + len(node.params)
         self._contents = struct.Struct(form)
         # Slots of the latest, and their rows; set at once, for threads.
-        self._packed: tuple[Sequence[Slot] | None, bytes] = None, bytes(_ROW.size * len(slots))
+        self._latest: tuple[Sequence[Slot] | None, SlotRows] = None, SlotRows(bytes(_ROW.size * len(slots)))
+        self._rows = weakref.WeakValueDictionary[bytes, SlotRows]()
         self._headers = [node.header for node in nodes]
         # What comes before the parameters, at address 0, and what the address is added to.
         image, ones = self._image(nodes, slots)
@@ -68,11 +84,11 @@ class RecipeLayout:
 
     def serves(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> bool:
         """Whether blocks for these are laid out like this."""
-        if slots == self._packed[0]:
+        if slots == self._latest[0]:
             return _told_of(nodes) == self._like[0]
         return _told(nodes, slots) == self._like
 
-    def write(self, block: memoryview, base: int, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> None:
+    def write(self, block: memoryview, base: int, nodes: Sequence[NodeRecord]) -> None:
         """Fill a block at this address, all but its `RecipeEntry`."""
         words = self._words + base * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
@@ -83,8 +99,6 @@ class RecipeLayout:
                 put_head(block, place, function, *grid, *dims, shared)
                 if ctx != header[4]:
                     struct.pack_into("=Q", block, place + _CONTEXT, ctx)
-        packed = self._rows_of(slots)
-        block[self.slots : self.slots + len(packed)] = packed
         self._contents.pack_into(block, self._begin, *[node.params for node in nodes])
 
     def moved(self, block: memoryview, by: int) -> None:
@@ -92,23 +106,31 @@ class RecipeLayout:
         words = int.from_bytes(block[: self._begin], sys.byteorder) + by * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
 
-    def _rows_of(self, slots: Sequence[Slot]) -> bytes:
-        """The `SlotEntry` of each; those that the latest had likewise are as they were."""
-        latest, packed = self._packed
+    def rows_of(self, slots: Sequence[Slot]) -> tuple[SlotRows, int]:
+        """The `SlotEntry` of each, and how many bytes they take that no other recipe's take. Most sizes have
+        the same ones.
+        """
+        latest, rows = self._latest
         if slots == latest:
-            return packed
+            return rows, 0
+        packed = self._packed(slots, latest, rows.packed)
+        new = SlotRows(packed)
+        rows = self._rows.setdefault(packed, new)
+        self._latest = slots, rows
+        return rows, len(packed) if rows is new else 0
+
+    def _packed(self, slots: Sequence[Slot], latest: Sequence[Slot] | None, packed: bytes) -> bytes:
+        """What the latest had likewise is as it was."""
         words_of, first, rows = self._params, self._first, bytearray(packed)
         for i, (slot, old) in enumerate(zip(slots, latest or (None,) * len(slots), strict=True)):
             if slot is not old and slot != old:
                 node, offset, region, delta = slot
                 _ROW.pack_into(rows, i * _ROW.size, (words_of[node - first] + offset) // 8, region, delta)
-        packed = bytes(rows)
-        self._packed = slots, packed
-        return packed
+        return bytes(rows)
 
     def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
-        """What comes before the parameters in a block at address 0, without the slots; and a 1 in each word
-        that holds an address within the block.
+        """What comes before the parameters in a block at address 0; and a 1 in each word that holds an
+        address within the block.
         """
         image, ones = bytearray(self._begin), bytearray(self._begin)
         view, marks = memoryview(image), memoryview(ones).cast("Q")
@@ -121,7 +143,7 @@ class RecipeLayout:
             settings.extend((struct_of(view, node, 0, params, place), end, words))
             if node.kind == "kernel":
                 _mark(marks, node, place // 8)
-        view[self.settings : self.slots] = settings.tobytes()
+        view[self.settings : self.settings + 8 * len(settings)] = settings.tobytes()
         return image, ones
 
 
