@@ -304,8 +304,8 @@ def test_slots_that_are_alike_are_kept_once(way: str, monkeypatch: pytest.Monkey
     assert rows[0] is rows[1] is rows[3] is not rows[2]
     nbytes = [recipe.nbytes for recipe in recipes]
     assert nbytes[0] == nbytes[2] == nbytes[1] + 16 * len(same) == nbytes[3] + 16 * len(same)
-    replicated(device, recipes[1], 1)
-    assert [other.nbytes for other in recipes[1]._others] == [nbytes[1]]
+    replicated(device, recipes[2], 1)
+    assert [other.nbytes for other in recipes[2]._others] == [nbytes[1]]
     del rows, recipes[0]
     for recipe, size in zip(recipes, all_sizes[1:], strict=True):
         recipe.launch(ADDRESSES[0], STREAM)

@@ -250,12 +250,21 @@ def test_tensors_that_lie_nowhere_have_no_addresses(program: Program) -> None:
 # -- in a partition --------------------------------------------------------------------------------
 
 
-def test_a_captured_size_is_found_by_what_its_program_looks_at() -> None:
+def test_a_captured_size_is_found_by_what_its_program_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What C reads of the inputs is read once: the very guards of a specialization are its program's."""
+    given: list[Any] = []
+    real = cache.native_program
+
+    def seen(program: Program, calls: Any, addresses: Any) -> Any:
+        given.append(addresses)
+        return real(program, calls, addresses)
+
+    monkeypatch.setattr(cache, "native_program", seen)
     compiled = host(lambda x: torch.tanh(x @ x.T) + 1, dynamic=True, step_aside=False)
     for n in (3, 5, 7) * 3:
         compiled(torch.randn(n, 4))
     captured = [s for p in registry.live_capturable() for s in p.specializations() if s.program is not None]
+    assert [s.addresses for s in captured] == given
     assert len(captured) == 3
     assert all(s.program.guards is s.guards for s in captured if s.program is not None)
 

@@ -42,13 +42,8 @@ def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]
     A small one is allocated: to be told of all segments takes longer, the more a program has.
     """
     nbytes = max(map(_moved_bytes, copies))
-    segments = (
-        []
-        if nbytes <= _SMALL
-        else [
-            s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
-        ]
-    )
+    all_segments = snapshot.segments() if nbytes > _SMALL else []
+    segments = [s for s in all_segments if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)]
     largest = max(segments, key=lambda s: s["total_size"], default=None)
     if largest is not None and largest["total_size"] >= nbytes:
         return largest["address"], None
