@@ -21,6 +21,8 @@ __all__ = ["ALIGNED", "RecipeLayout", "SlotRows", "layout_of", "places", "struct
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
 
+_MAP: Final = 128  # bytes of a tensor map: shorter parameters have none
+
 # A `KernelParams` and the words behind it, packed at once: to set its fields one by one takes longer than all
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
@@ -182,7 +184,7 @@ def places(nodes: Sequence[NodeRecord], head: int) -> tuple[list[int], list[int]
         at += _struct_bytes(node)
     params = []
     for node in nodes:
-        at = -(-at // ALIGNED) * ALIGNED if len(node.params) >= ALIGNED else at
+        at = -(-at // ALIGNED) * ALIGNED if len(node.params) >= _MAP else at
         params.append(at)
         at += max(len(node.params), 8)
     return params, structs, -(-at // 8) * 8
