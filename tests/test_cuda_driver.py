@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import struct
 import weakref
@@ -392,18 +393,73 @@ def test_a_forked_process_frees_nothing_of_its_parents(forked: bool, monkeypatch
     assert freed == ([] if forked else ["exec", "graph"])
 
 
-def test_a_small_copy_is_anchored_without_a_look_at_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be told of all segments takes longer than all else that a replica needs, in a large program."""
-    looks: list[int] = []
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Stands for the driver's memory, and the framework's."""
+    seen = SimpleNamespace(looks=0, allocated=[], modes=[], full=False)
 
     def segments() -> list[dict[str, Any]]:
-        looks.append(1)
+        seen.looks += 1
         return [{"device": 0, "segment_pool_id": (0, 0), "total_size": 64 << 20, "address": 1 << 40}]
 
+    def allocate(nbytes: int) -> tuple[Any, ...]:
+        seen.allocated.append(nbytes)
+        if seen.full:
+            raise DriverError("CUDA_ERROR_OUT_OF_MEMORY")  # as `check` does, which asks the driver for a text
+        return SUCCESS, 1 << 41
+
+    def exchange(mode: Any) -> tuple[Any, ...]:
+        seen.modes.append(mode)
+        return SUCCESS, "as it was"
+
     monkeypatch.setattr(graphs.snapshot, "segments", segments)
-    monkeypatch.setattr(graphs.torch, "device", lambda *_: "cpu")
-    for nbytes, seen in ((1 << 20, 0), ((1 << 20) + 1, 1)):
-        fill = NodeRecord("memset", "memset", (), struct.pack("=5Q", 0, nbytes, 1 << 32, nbytes, 1))
-        address, owner = graphs.ordinary_range([fill], 0)
-        assert len(looks) == seen
-        assert (address, owner) == (1 << 40, None) if seen else owner.nbytes() == nbytes
+    monkeypatch.setattr(graphs.cu, "cuMemAlloc", allocate)
+    monkeypatch.setattr(graphs.cu, "cuThreadExchangeStreamCaptureMode", exchange)
+    graphs._small_range.cache_clear()
+    yield seen
+    graphs._small_range.cache_clear()
+
+
+def a_fill(nbytes: int) -> NodeRecord:
+    return NodeRecord("memset", "memset", (), struct.pack("=5Q", 0, nbytes, 1 << 32, nbytes, 1))
+
+
+def test_a_small_copy_is_anchored_without_a_look_at_all_memory(memory: SimpleNamespace) -> None:
+    """To be told of all segments takes longer than all else that a replica needs, in a large program."""
+    small = graphs._SMALL
+    for _ in range(2):
+        assert graphs.ordinary_range([a_fill(8), a_fill(small)], 0) == (1 << 41, graphs.LASTING)
+    assert (memory.looks, memory.allocated) == (0, [small])
+    assert memory.modes == [graphs._RELAXED, "as it was"], "while another thread captures, too"
+    assert graphs.ordinary_range([a_fill(8), a_fill(small + 1)], 0) == (1 << 40, None)
+    memory.full = True
+    graphs._small_range.cache_clear()
+    assert graphs.ordinary_range([a_fill(8)], 0) == (1 << 40, None)
+    assert memory.modes[2:] == [graphs._RELAXED, "as it was"]
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_what_is_anchored_where_memory_lasts_stays_there(
+    lasts: bool, memory: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere the allocator may have given the memory back when a replica is made."""
+    at: list[int] = []
+
+    def put(node: int, words: int) -> int:
+        at.append(ctypes.c_uint64.from_address(words).value)
+        return 0
+
+    monkeypatch.setattr(graphs, "_setters", lambda: (put, put))
+    monkeypatch.setattr(graphs, "not_ours", lambda: True)
+    monkeypatch.setattr(graphs.cu, "cuGraphClone", lambda graph: (SUCCESS, "clone"))
+    monkeypatch.setattr(graphs.cu, "cuGraphNodeFindInClone", lambda node, clone: (SUCCESS, node))
+    monkeypatch.setattr(graphs.cu, "cuGraphDestroyNode", lambda node: (SUCCESS,))
+    nbytes = graphs._SMALL + (not lasts)
+    whole = graphs.CudaGraph("graph", [7, 8])
+    whole.cut([(0, 1), (1, 2)])
+    whole.anchor([(0, a_fill(nbytes)), (1, a_fill(8))], 0)
+    parts = [whole.part(0, 1), whole.part(1, 2)]
+    assert at == [1 << 41 if lasts else 1 << 40] * 2
+    for part in parts:
+        part.anchor([(0, a_fill(nbytes))], 0)
+    assert len(at) == (2 if lasts else 4)

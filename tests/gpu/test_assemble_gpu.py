@@ -129,6 +129,36 @@ class Copying(nn.Module):
         return self.linear(x).clone().relu().clone()
 
 
+@pytest.mark.parametrize(("rows", "small"), [(64, True), (1024, False)])
+def test_replicas_look_for_memory_where_copies_are_large(
+    rows: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 and 1,024 KB. To be told of all the allocator's memory takes longer than a replica."""
+    real, looks = graphs.snapshot.segments, []
+
+    def segments() -> Any:
+        looks.append(1)
+        return real()
+
+    monkeypatch.setattr(drivers.CudaDriver, "mark", lambda _: lambda: True)  # others may keep the device busy
+    blocks = [Copying().to(DEVICE) for _ in range(4)]
+    compiled = [compile_pgraph(block, codegen="aten", dynamic=False) for block in blocks]
+    x = randn(rows, 256)
+    with torch.no_grad():
+        want = x
+        for block in blocks:
+            want = block(want)
+        for step in range(80):
+            if step == 3:
+                monkeypatch.setattr(graphs.snapshot, "segments", segments)
+            got = x
+            for part in compiled:
+                got = part(got)
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=5e-4)
+    assert max(1 + len(recipe._others) for b in built() for recipe in b.recipes) >= 4, explain()
+    assert bool(looks) != small, explain()
+
+
 def test_replicas_when_what_copies_were_anchored_at_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator may have given it back long since: replicas need another place."""
     real, anchors = graphs.ordinary_range, []

@@ -21,7 +21,7 @@ from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import kept
 from pgraph.drivers.cuda.edges import add_odd, ordered_nodes
-from pgraph.drivers.cuda.graph import CudaGraph, anchored, ordinary_range, rebound_copies
+from pgraph.drivers.cuda.graph import LASTING, CudaGraph, anchored, ordinary_range, rebound_copies
 from pgraph.drivers.cuda.nodes import check, read_nodes, succeeded
 from pgraph.drivers.cuda.settings import ALIGNED, places, struct_of
 from pgraph.errors import CaptureError, DriverError
@@ -51,7 +51,7 @@ def assembled(
     (raw,) = check(cu.cuGraphCreate(0))
     graph = CudaGraph(raw, [])
     try:
-        wanted, _holder = _at_ordinary_memory(nodes, slots, device)
+        wanted, holder = _at_ordinary_memory(nodes, slots, device)
         graph.nodes = _added(int(raw), wanted, order)
         expected = [_fresh.get(_like(node)) for node in wanted]
         _given(graph.nodes, wanted, expected)
@@ -69,7 +69,7 @@ def assembled(
         if mine != theirs:
             log.debug("a graph made by hand is another one at node %d: %s is %s", position, mine, theirs)
             return None
-    graph.anchored = True
+    graph.anchored, graph.lasting = True, holder is LASTING
     return graph
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,14 +14,20 @@ from cuda.bindings import driver as cu
 
 from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.nodes import check, node_reason, status_name
-from pgraph.errors import CaptureError
+from pgraph.errors import CaptureError, DriverError
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["CudaGraph", "anchored", "not_ours", "ordinary_range", "rebound_copies"]
+__all__ = ["LASTING", "CudaGraph", "anchored", "not_ours", "ordinary_range", "rebound_copies"]
+
+log = logging.getLogger(__name__)
 
 _COPY_FROM, _COPY_TO, _FILL_TO = 6, 17, 0  # words: srcDevice and dstDevice, dst
-_SMALL: Final = 1 << 20  # bytes: what PyTorch's allocator has in segments of 2 MB
+_SMALL: Final = 256 << 10  # bytes
+_RELAXED: Final = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+LASTING: Final = object()
+"""Holds memory that is never freed."""
 
 
 def _moved_bytes(record: NodeRecord) -> int:
@@ -36,19 +43,40 @@ def _moved_bytes(record: NodeRecord) -> int:
 
 
 def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]:
-    """(address, owner or None) of a range that the framework's allocator holds, as large as the largest of
-    these copies and fills. Nothing is done there.
+    """(address, owner or None) of a range of ordinary memory, as large as the largest of these copies and
+    fills. Nothing is done there.
 
-    A small one is allocated: to be told of all segments takes longer, the more a program has.
+    A small one is kept for all (its owner is `LASTING`), a larger one is the framework's allocator's: to be
+    told of all segments takes longer, the more a program has.
     """
     nbytes = max(map(_moved_bytes, copies))
-    all_segments = snapshot.segments() if nbytes > _SMALL else []
-    segments = [s for s in all_segments if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)]
+    if nbytes <= _SMALL and (address := _small_range(device)) is not None:
+        return address, LASTING
+    segments = [
+        s for s in snapshot.segments() if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]
     largest = max(segments, key=lambda s: s["total_size"], default=None)
     if largest is not None and largest["total_size"] >= nbytes:
         return largest["address"], None
     owner = torch.UntypedStorage(nbytes, device=torch.device("cuda", device))  # which nobody fills
     return owner.data_ptr(), owner
+
+
+@functools.cache
+def _small_range(device: int) -> int | None:
+    """The address of `_SMALL` bytes on a device, which is current; None if there is no memory.
+
+    It is the driver's: it counts in none of the framework's figures, and lies in no pool that the program
+    may have chosen.
+    """
+    mode = check(cu.cuThreadExchangeStreamCaptureMode(_RELAXED))[0]  # another thread's capture goes on
+    try:
+        return int(check(cu.cuMemAlloc(_SMALL))[0])
+    except DriverError as e:
+        log.info("no memory to anchor copies at on device %d: %s", device, e)
+        return None
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(mode))
 
 
 def not_ours() -> bool:
@@ -75,12 +103,13 @@ class CudaGraph:
 
     Attributes:
         anchored: its copies and fills are (Note [Copies are anchored]); what is cut from it, too.
+        lasting: and where they are, memory is never freed.
     """
 
     def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
         self.graph = graph
         self.nodes = nodes
-        self.anchored = False
+        self.anchored = self.lasting = False
         self._chunks: tuple[tuple[int, int], ...] = ()
         self._parts: dict[tuple[int, int], CudaGraph] = {}
 
@@ -93,7 +122,8 @@ class CudaGraph:
         every later change fails with CUDA_ERROR_INVALID_VALUE. So they are given an ordinary range
         first, large enough for what they move. It is never used: all slots are written before a launch.
         A node without slots (an op's own scratch, from outside the framework) stays as it was captured.
-        The range may be freed once execs are made: where others are made later, another one is needed.
+        The range may be freed once execs are made: where others are made later, another one is needed,
+        unless it lasts.
 
         Args:
             copies: of the nodes (number, record); see `rebound_copies`.
@@ -101,9 +131,9 @@ class CudaGraph:
         Raises:
             CaptureError: the driver does not take it.
         """
-        if not copies:
+        if not copies or self.lasting:
             return
-        address, _holder = ordinary_range([record for _, record in copies], device)
+        address, holder = ordinary_range([record for _, record in copies], device)
         for position, record in copies:
             words = anchored(record, address)
             setter = _setters()[0 if record.kind == "memcpy" else 1]
@@ -111,6 +141,7 @@ class CudaGraph:
             if code:
                 what = f"a {record.kind} node of {_moved_bytes(record)} bytes ({status_name(code)})"
                 raise CaptureError(node_reason(what))
+        self.lasting = holder is LASTING
 
     def cut(self, chunks: Sequence[tuple[int, int]]) -> None:
         """Be told of which ranges of nodes there will be a part: all nodes, in order, each range once. The
@@ -131,6 +162,7 @@ class CudaGraph:
     def _copy(self, first: int, last: int) -> CudaGraph:
         (clone,) = check(cu.cuGraphClone(self.graph))
         copy = CudaGraph(clone, [check(cu.cuGraphNodeFindInClone(node, clone))[0] for node in self.nodes])
+        copy.lasting = self.lasting
         copy._keep(first, last)
         return copy
 
