@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_replicas_look_for_memory_where_copies_are_large(
             want = block(want)
         for step in range(80):
             if step == 3:
-                monkeypatch.setattr(graphs.snapshot, "segments", segments)
+                monkeypatch.setattr(graphs, "snapshot", SimpleNamespace(segments=segments))
             got = x
             for part in compiled:
                 got = part(got)
