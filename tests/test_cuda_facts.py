@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import struct
+import traceback
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +65,69 @@ def test_peaks_that_cannot_be_made_right_lose_no_capture(
     with cuda.CudaDriver(0).capture_lock():
         pass
     assert "peak statistics were not made right" in caplog.text
+
+
+class Ghost:
+    """Counts as allocated for as long as somebody has it."""
+
+
+def test_a_capture_that_fails_leaves_no_ghosts_in_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it added was taken for the program's own peak by the next capture, and stayed for ever."""
+    alive = weakref.WeakSet[Ghost]()
+    peak, restored = 100, list[tuple[int, ...]]()
+
+    def capture(cause: bool) -> None:
+        nonlocal peak
+        ghost = Ghost()
+        alive.add(ghost)
+        peak += 40
+        try:
+            again = Ghost()
+            alive.add(again)
+            raise KeyError("first")
+        except KeyError as e:
+            if cause:
+                raise DriverError("second") from e
+            raise DriverError("second")  # noqa: B904 - both kinds leave frames
+
+    def restore(_: Any, *peaks: int) -> bool:
+        nonlocal peak
+        assert not alive, "they would count as in use"
+        restored.append(peaks)
+        peak = peaks[0]
+        return True
+
+    monkeypatch.setattr(cuda.CudaDriver, "_peaks", lambda self: (peak, peak))
+    monkeypatch.setattr(cuda, "restore", restore)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    driver = cuda.CudaDriver(0)
+    for cause in (True, False):
+        with pytest.raises(DriverError, match="second"), driver.capture_lock():
+            capture(cause)
+    with driver.capture_lock():
+        peak += 20
+    assert (restored, peak) == ([(100, 100)] * 3, 100)
+
+
+def test_an_error_of_the_programs_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is being handled while pgraph captures: a debugger may look at it later."""
+
+    def own() -> None:
+        mine = "own"
+        raise ValueError(mine)
+
+    monkeypatch.setattr(cuda.CudaDriver, "_peaks", lambda self: (1, 1))
+    kept: list[BaseException] = []
+    try:
+        own()
+    except ValueError as e:
+        kept.append(e)
+        with contextlib.suppress(DriverError), cuda.CudaDriver(0).capture_lock():
+            raise DriverError("capture") from None
+        with contextlib.suppress(DriverError), cuda.CudaDriver(0).capture_lock():
+            raise DriverError("capture") from e
+    frames = [frame for frame, _ in traceback.walk_tb(kept[0].__traceback__)]
+    assert frames[-1].f_locals == {"mine": "own"}
 
 
 class Graphs:

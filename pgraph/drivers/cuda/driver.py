@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,17 @@ log = logging.getLogger(__name__)
 _CAPTURE_LOCK = threading.RLock()
 
 
+def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
+    """Clear the variables of functions that an error, and those behind it, have left: they hold ghosts.
+
+    Args:
+        handled: the program's own, which was there before.
+    """
+    while error is not None and error is not handled:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class CudaDriver(Driver):
     """Graphs of one CUDA device."""
 
@@ -69,20 +82,30 @@ class CudaDriver(Driver):
             if self._peaks_kept:
                 yield
                 return
-            before, self._peaks_kept = self._peaks(), True
+            before, self._peaks_kept, handled = self._peaks(), True, sys.exc_info()[1]
             try:
                 yield
-                # Not after a failure: the error's frames still hold ghosts.
-                if self._peaks() != before:
-                    self._restore(before)
+            except Exception as e:
+                _let_go(
+                    e, handled
+                )  # else the next capture would take what ghosts added for the program's own
+                self._restore(before)
+                raise
+            else:
+                self._restore(before)
             finally:
                 self._peaks_kept = False
 
     def _restore(self, peaks: tuple[int, int]) -> None:
+        """Have peaks that were raised since be these again."""
         try:
+            if self._peaks() == peaks:
+                return
             with torch.cuda.device(self.device):
                 if restore(self.device, *peaks):
                     self._ledger.restored()
+                else:
+                    log.debug("peak statistics cannot be made %s B again", peaks)
         except Exception as e:  # the capture is good; the report tells what the peaks may have of it
             log.warning("peak statistics were not made right: %s: %s", type(e).__name__, e)
 
