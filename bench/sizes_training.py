@@ -85,7 +85,7 @@ class Training:
             self.place.all_near(f"step {number + 1}, length {self.lengths[number]}", mine, theirs, eager)
 
     def _in_float32(self, number: int) -> list[Tensor]:
-        """What judges the reference: it may be twice as far from this as the uncompiled model is."""
+        """What judges the reference: it may be four times as far from this as the uncompiled model is."""
         self.model.float()
         found = self._again(number, self.model.forward)
         self.model.to(self.place.dtype)

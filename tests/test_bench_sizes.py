@@ -256,6 +256,10 @@ def test_near(load: Any) -> None:
             here.near(wrong, one, one * 1.004)
     assert here.compared == 2
     assert here.near(one_wrong, one, one * 1.006) == pytest.approx(0.01)
+    reference = place.Place(place.Spec("serving", "inductor", **TINY))
+    assert reference.near(one_wrong, one, one * 1.004) == pytest.approx(0.01)
+    with pytest.raises(ArithmeticError, match="results differ by"):
+        reference.near(one_wrong, one, one * 1.002)
 
 
 def test_a_sequence_is_timed_around_what_is_looked_at(load: Any) -> None:
