@@ -127,6 +127,7 @@ def test_all_types_of_parameters() -> None:
         (types.SimpleNamespace(launchers=[]), node((5, 256), 1), ARGUMENTS),
         (types.SimpleNamespace(launchers=Autotuner().launchers * 2), node((5, 256), 1), ARGUMENTS),
         (types.SimpleNamespace(), node((5, 256), 1), ARGUMENTS),
+        (Autotuner(), node((5, 256), 1), (ARGUMENTS[0]._replace(lazy=(True, False)), *ARGUMENTS[1:])),
         (
             Autotuner(),
             node((5, 256), 1, header=(FUNCTION, (1, 1, 1), BLOCK, SHARED, CONTEXT, ("extra",))),

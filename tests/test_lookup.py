@@ -15,7 +15,8 @@ from support_native import CASE, FakeDevice, in_c, in_python, made
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, ValueGuard, lazy_bits
+from pgraph.compat import lazy_bits
+from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, ValueGuard
 from pgraph.launch.lookup import Lookup, PartKind, numbered
 from pgraph.launch.native import native_addresses
 from pgraph.launch.program import Program

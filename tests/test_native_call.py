@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from support_native import BOTH, CASE, SIDE, FakeDevice, arguments, in_c, in_python, made
 
 from pgraph import compat
+from pgraph.compat import lazy_bits
 from pgraph.errors import DriverError
-from pgraph.launch.guards import Guards, TensorGuard, TraitGuard, lazy_bits
+from pgraph.launch.guards import Guards, TensorGuard, TraitGuard
 from pgraph.launch.lookup import PartKind, numbered
 from pgraph.launch.native import native_addresses, native_launch, native_program
 from pgraph.launch.program import Program, Result, Source

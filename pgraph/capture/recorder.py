@@ -172,7 +172,7 @@ class Recorder(UnwrappedMode):
         """A ghost for an argument of the device, aligned as its turn among these says; else the argument."""
         if isinstance(value, Operand):
             alignment = alignments[len(self.inputs)]
-            return self._input(value.size, value.stride, value.dtype, value.offset, alignment)
+            return self._input(value.size, value.stride, value.dtype, value.offset, alignment, value.lazy)
         if isinstance(value, torch.Tensor) and value.device == self._arena.device:
             return self.alias(value, alignments[len(self.inputs)])
         return value

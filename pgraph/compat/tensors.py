@@ -20,6 +20,7 @@ __all__ = [
     "counter_of",
     "forget_storage",
     "lazily",
+    "lazy_bits",
     "memory_format",
     "real_values",
     "reinterpret",
@@ -76,6 +77,11 @@ def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     if conj:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if neg else tensor
+
+
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """(conjugated, negated) when it is read: Note [Lazy conjugates] in `pgraph.compat`."""
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def same_number(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -17,7 +17,7 @@ from pgraph import compat
 from pgraph.compiler.borders import Borders
 from pgraph.compiler.context import Context, Memory
 from pgraph.compute.stand_ins import Family
-from pgraph.launch.guards import Trait, lazy_bits, lazy_bits_and_type, storage_facts
+from pgraph.launch.guards import Trait, lazy_bits_and_type, storage_facts
 from pgraph.native import ghosts, libraries
 from pgraph.ops import op_names
 from pgraph.ops.fx import op_name
@@ -207,7 +207,7 @@ def _watched(context: Context, module: GraphModule, lazy: Iterable[int]) -> dict
     type than was saved.
     """
     if context.by_inductor:
-        return dict.fromkeys(lazy, lazy_bits)
+        return dict.fromkeys(lazy, compat.lazy_bits)
     inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
     if counts_from_storages(module):
         return dict.fromkeys(range(inputs), storage_facts)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pgraph.compute.script import (
     CallLibrary,
+    CallView,
     Check,
     Drop,
     Event,
@@ -78,12 +79,18 @@ class Kinds:
         of_events: number of each event's kind; None for those that give up memory.
         origins: how many there are.
         of_memory: origin of the layout that each memory came with.
+        of_look: and of that which each view of a library's has.
     """
 
     all: tuple[Kind, ...]
     of_events: tuple[int | None, ...]
     origins: int
     of_memory: tuple[int, ...]
+    of_look: tuple[int, ...]
+
+    def base(self, place: TensorRef) -> int:
+        """Origin of the layout from which a tensor's size, stride and offset are told."""
+        return self.of_memory[place.memory] if place.look is None else self.of_look[place.look]
 
 
 def kinds_of(
@@ -101,7 +108,7 @@ def kinds_of(
         sorting.sort(at, event, sort)
     of_memory = tuple([sorting.of_memory.get(memory, -1) for memory in range(script.memories)])
     kinds = tuple(sorting.kinds)
-    return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), of_memory)
+    return Kinds(kinds, tuple(sorting.of_events), len(sorting.origins), of_memory, tuple(sorting.of_look))
 
 
 class _KindsFound:
@@ -110,9 +117,10 @@ class _KindsFound:
     def __init__(
         self, script: Script, inputs: Sequence[int], sample: Callable[[LaunchKernel], Hashable] | None
     ) -> None:
-        self._sample = sample
+        self._script, self._sample = script, sample
         self.origins: dict[Hashable, int] = {}
         self.of_memory = {m: self._origin((Script, layout)) for m, layout in enumerate(inputs)}
+        self.of_look: list[int] = []
         self.kinds: list[Kind] = []
         self.of_events: list[int | None] = []
         self._numbers: dict[Hashable, int] = {}
@@ -127,8 +135,8 @@ class _KindsFound:
         number = self._numbers.get(said) if said is not None else None
         if number is None:
             number = len(self.kinds)
-            made = (event.memory,) if isinstance(event, Make) else getattr(event, "results", ())
-            results = tuple([self._origin((Kind, number, i)) for i in range(len(made))])
+            made = 1 if isinstance(event, Make | CallView) else len(getattr(event, "results", ()))
+            results = tuple([self._origin((Kind, number, i)) for i in range(made)])
             self.kinds.append(Kind(at, tensors, results, tuple(self._views), _given(event)))
             self._views.clear()
             if said is not None:
@@ -136,6 +144,8 @@ class _KindsFound:
         self.of_events.append(number)
         if isinstance(event, Make):
             (self.of_memory[event.memory],) = self.kinds[number].results
+        elif isinstance(event, CallView):
+            self.of_look += self.kinds[number].results
         elif isinstance(event, CallLibrary):
             self.of_memory.update(zip(event.results, self.kinds[number].results, strict=True))
 
@@ -143,7 +153,7 @@ class _KindsFound:
         """All that an event says; None if it is like no other."""
         if sort.number is None:
             return None
-        if isinstance(event, Make | Check):
+        if isinstance(event, Make | Check | CallView):
             return sort.number, tensors
         if self._sample is None:
             return None
@@ -151,8 +161,9 @@ class _KindsFound:
         return None if sample is None else (sort.number, sample, tensors)
 
     def _of_tensor(self, memory: int, view: int | None) -> int:
-        base = self.of_memory[memory]
-        if view is None:
+        known = self._script.views[view] if view is not None else None
+        base = self.of_memory[memory] if known is None or known.look is None else self.of_look[known.look]
+        if view is None or known is None or known.size is None:
             return base
         origin = self.origins.get((base, view))
         if origin is None:  # so this event is like no earlier one
@@ -165,7 +176,7 @@ class _KindsFound:
 
 
 def _given(event: Event) -> Given:
-    arguments = event.arguments if isinstance(event, LaunchKernel | CallLibrary) else ()
+    arguments = event.arguments if isinstance(event, LaunchKernel | CallLibrary | CallView) else ()
     told = [(at, value) for at, value in enumerate(arguments)]
     tensors = tuple([(at, value.memory) for at, value in told if isinstance(value, TensorRef)])
     return Given(

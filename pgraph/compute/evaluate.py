@@ -8,10 +8,22 @@ from typing import Any, Final
 
 import torch
 
+from pgraph import compat
 from pgraph.compute.alike import Kind
 from pgraph.compute.errors import NotComputableError
+from pgraph.compute.library_call import view_of
 from pgraph.compute.pieces import Form, Part, Proved, Tools
-from pgraph.compute.script import CallLibrary, Check, Figure, Host, LaunchKernel, Make, Script, TensorRef
+from pgraph.compute.script import (
+    CallLibrary,
+    CallView,
+    Check,
+    Figure,
+    Host,
+    LaunchKernel,
+    Make,
+    Script,
+    TensorRef,
+)
 from pgraph.compute.skeleton import Latest
 from pgraph.drivers.interface import ALIGNMENT, extent
 from pgraph.drivers.operands import HostOperand, Layouts, Operand
@@ -73,10 +85,8 @@ class _Evaluation:
         extents: dict[int, int] = {}  # bytes, by layout: weights of all layers are alike
         for position, phase in zip(self.script.inputs, self.phases, strict=True):
             tensor = self.arguments[position]
-            if tensor.is_conj() or tensor.is_neg():  # a library would make it plain first
-                raise NotComputableError(f"argument {position} is a lazy view")
-            size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-            layout = number(size, stride, dtype, tensor.storage_offset(), 0, phase)
+            size, stride, dtype, lazy = tensor.size(), tensor.stride(), tensor.dtype, compat.lazy_bits(tensor)
+            layout = number(size, stride, dtype, tensor.storage_offset(), 0, phase, lazy)
             nbytes = extents.get(layout)
             if nbytes is None:
                 nbytes = extents[layout] = extent(size, stride) * dtype.itemsize
@@ -92,6 +102,7 @@ class _Evaluation:
             Make: self.make,
             LaunchKernel: self.run,
             CallLibrary: self.call,
+            CallView: self.look,
             Check: self.check,
         }
         for kind in self.kinds.all:
@@ -144,6 +155,13 @@ class _Evaluation:
             else:
                 _, self.layout_of[origin] = result
         return part
+
+    def look(self, event: CallView, kind: Kind) -> Part:
+        (base,) = layouts = self.told(kind)
+        found = view_of(event, self.given_to(kind, layouts))
+        layout = found.size(), found.stride(), found.dtype, int(found.storage_offset())
+        self.layout_of[kind.results[0]] = self.layouts.look(base, *layout, compat.lazy_bits(found))
+        return _NOTHING
 
     def alike(self, kind: Kind) -> bool:
         """Whether a call may be the same as another one."""
@@ -206,6 +224,8 @@ class _Evaluation:
                     self.layout_of[later.results[0]] = found[1]
                 elif isinstance(event, CallLibrary):
                     self.foretell(later, self.asked(event, later))
+                elif isinstance(event, CallView) and self.layout_of[later.tensors[0]] is not None:
+                    self.look(event, later)
 
     def asked(self, event: CallLibrary, kind: Kind) -> Part | None:
         """The part of a call to come; None if that, or the layout of an argument, is not known."""
@@ -245,11 +265,9 @@ class _Evaluation:
             return spec
         if spec.region is None or spec.layout is None or spec.same is not None or spec.view_of is not None:
             raise NotComputableError("a library returns one of its arguments, or one result twice")
-        layout = spec.layout
-        if layout.conj or layout.neg:
-            raise NotComputableError("a library returns a lazy view")
-        offset = layout.offset // layout.dtype.itemsize
-        number = self.layouts.number(layout.size, layout.stride, layout.dtype, offset, layout.offset)
+        size, stride, dtype, into, *lazy = spec.layout
+        offset = into // dtype.itemsize
+        number = self.layouts.number(size, stride, dtype, offset, into, lazy=(lazy[0], lazy[1]))
         return spec.region - n_inputs, number
 
     def check(self, event: Check, kind: Kind) -> Part:
@@ -291,7 +309,9 @@ class _Evaluation:
     def view(self, base: int, view: int) -> int:
         found = self.viewed.get((base, view))
         if found is None:
-            of_size, of_stride, offset = self.script.views[view]
+            of_size, of_stride, offset, _ = self.script.views[view]
+            if of_size is None or of_stride is None or offset is None:
+                return base  # what a library gave as a view, as it is
             size, stride = self.numbers(of_size), self.numbers(of_stride)
             found = self.viewed[base, view] = self.layouts.view(base, size, stride, self.values[offset])
         return found
@@ -301,9 +321,9 @@ class _Evaluation:
         given, known, n_inputs = kind.given, self.layouts.known, len(self.phases)
         found = list(given.values)
         for (at, memory), layout in zip(given.tensors, layouts, strict=True):
-            size, stride, dtype, offset, into = known[layout]
+            size, stride, dtype, offset, into, lazy = known[layout]
             phase = self.phases[memory] if memory < n_inputs else 0
-            found[at] = Operand(_BASE + memory * _APART + phase + into, size, stride, dtype, offset)
+            found[at] = Operand(_BASE + memory * _APART + phase + into, size, stride, dtype, offset, lazy)
         for at, place in given.figures:
             found[at] = self.values[place]
         for at, position in given.hosts:

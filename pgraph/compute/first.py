@@ -13,7 +13,7 @@ from pgraph.compute.errors import NotComputableError
 from pgraph.template.recording import Recording
 from pgraph.template.template import Slot
 
-__all__ = ["First", "kept", "stand_in", "without_memory"]
+__all__ = ["First", "kept", "like", "stand_in", "without_memory"]
 
 _FEW: Final = 16
 """Elements of a tensor on the host that is kept as it is: a seed."""
@@ -60,13 +60,27 @@ def stand_in(value: Any, device: torch.device) -> Any:
     """
     if not isinstance(value, torch.Tensor) or (value.device != device and value.numel() <= _FEW):
         return value
-    if value.device != device or value.is_conj() or value.is_neg():
+    if value.device != device:
         raise NotComputableError("an argument cannot be told without its memory")
-    return without_memory(value.dtype, value.size(), value.stride(), int(value.storage_offset()))
+    return like(value, value.size(), value.stride(), int(value.storage_offset()))
+
+
+def like(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    """What `without_memory` gives for elements that are read as a tensor's are."""
+    return without_memory(tensor.dtype, size, stride, offset, compat.lazy_bits(tensor))
 
 
 def without_memory(
-    dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    lazy: tuple[bool, bool] = (False, False),
 ) -> torch.Tensor:
-    """A tensor with this layout, in elements, and no memory."""
-    return torch.empty(0, dtype=dtype, device="meta").as_strided(tuple(size), tuple(stride), offset)
+    """A tensor with this layout, in elements, and no memory.
+
+    Args:
+        lazy: as an `Operand` has it.
+    """
+    bare = torch.empty(0, dtype=dtype, device="meta").as_strided(tuple(size), tuple(stride), offset)
+    return compat.lazily(bare, *lazy)

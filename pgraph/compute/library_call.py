@@ -1,4 +1,4 @@
-"""A library call, and what tells whether another one records the same nodes."""
+"""A library call, and what tells whether another one records the same nodes; calls that give views."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pgraph.compute.script import CallLibrary
+from pgraph.compute.errors import NotComputableError
+from pgraph.compute.first import without_memory
+from pgraph.compute.script import CallLibrary, CallView
 from pgraph.drivers.interface import ALIGNMENT
 from pgraph.drivers.operands import HostOperand, Operand, distinct
+from pgraph.ops.fx import is_builtin
 
-__all__ = ["LibraryCall", "alignment"]
+__all__ = ["LibraryCall", "alignment", "gives_view", "view_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +63,38 @@ class LibraryCall:
         if made is None and not self.event.results:  # all that it does is to write; None counts as a leaf
             return []
         return [result for result in tree_flatten(made)[0] if id(result) not in known]
+
+
+def gives_view(function: Any) -> bool:
+    """Whether an op of PyTorch's returns one tensor, which may lie in the memory of an argument."""
+    if not isinstance(function, OpOverload) or not is_builtin(function):
+        return False
+    returns = function._schema.returns
+    if len(returns) != 1 or not isinstance(returns[0].type, torch.TensorType):
+        return False
+    alias = returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def view_of(event: CallView, arguments: Sequence[Any]) -> torch.Tensor:
+    """The view that an op gives, without memory: the op itself tells its layout.
+
+    Args:
+        arguments: as of a `LibraryCall`.
+
+    Raises:
+        NotComputableError: it is no view for this layout.
+    """
+    bases = [
+        without_memory(a.dtype, a.size, a.stride, a.offset, a.lazy) if isinstance(a, Operand) else a
+        for a in arguments
+    ]
+    args, options = tree_unflatten(bases, event.spec)
+    found: torch.Tensor = event.function(*args, **options)
+    storage = found.untyped_storage()._cdata
+    if all(storage != base.untyped_storage()._cdata for base in bases if isinstance(base, torch.Tensor)):
+        raise NotComputableError(f"{event.function} copies what it cannot give as a view")
+    return found
 
 
 def alignment(address: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Hashable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -22,6 +22,7 @@ __all__ = [
     *(
         "PLAIN",
         "CallLibrary",
+        "CallView",
         "Check",
         "Drop",
         "Event",
@@ -71,12 +72,14 @@ class TensorRef:
         memory: number of the allocation that it lies in: inputs first, then in the order of their making.
         size, stride: None where they are those that the memory came with.
         offset: elements from the beginning of the tensor that the memory came with.
+        look: number of the `CallView` that gave this tensor; then the others are told from there.
     """
 
     memory: int
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     offset: int | None = None
+    look: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +128,22 @@ class CallLibrary:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CallView:
+    """A library is asked for a view, as for that of numbers as complex ones: nothing is launched.
+
+    Args:
+        kind, function, arguments, spec: as of `CallLibrary`; one argument is a tensor.
+        look: number of the view.
+    """
+
+    kind: int
+    function: Any
+    arguments: tuple[Any, ...]
+    spec: Any
+    look: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Check:
     """A tensor must be laid out like this."""
 
@@ -140,10 +159,16 @@ class Drop:
     memory: int
 
 
-Event = Make | LaunchKernel | CallLibrary | Check | Drop
+Event = Make | LaunchKernel | CallLibrary | CallView | Check | Drop
 
-View = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, stride and offset of a `TensorRef`."""
+
+class View(NamedTuple):
+    """A `TensorRef` that is not what the memory came with, without the memory."""
+
+    size: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+    offset: int | None
+    look: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,6 +302,9 @@ class _Sorting:
         elif isinstance(event, CallLibrary):
             said += event.kind, len(event.results)
             arguments = event.arguments
+        elif isinstance(event, CallView):
+            said.append(event.kind)
+            arguments = event.arguments
         memories: dict[int, int] = {}  # each has a number within the event
         said += [_said(value, memories) for value in arguments]
         known = all(x is not None for x in said)
@@ -285,9 +313,11 @@ class _Sorting:
 
     def view(self, place: TensorRef) -> int | None:
         """The number of a view; None if the place is none."""
-        if place.size is None or place.stride is None or place.offset is None:
+        if place.size is None and place.look is None:
             return None
-        return self.views.setdefault((place.size, place.stride, place.offset), len(self.views))
+        return self.views.setdefault(
+            View(place.size, place.stride, place.offset, place.look), len(self.views)
+        )
 
 
 def _said(value: Any, memories: dict[int, int]) -> Hashable | None:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pgraph.compute.alike import Kinds, kinds_of
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.pieces import Part
-from pgraph.compute.script import CallLibrary, Check, Drop, LaunchKernel, Make, Script, TensorRef
+from pgraph.compute.script import CallLibrary, CallView, Check, Drop, LaunchKernel, Make, Script, TensorRef
 from pgraph.drivers.operands import Layout
 from pgraph.template.recording import GhostAllocation, NodeRecord, OutputSpec, TensorSpec
 from pgraph.template.template import Slot
@@ -109,14 +109,14 @@ class Skeleton:
         self._results: list[_LaidResult] = []
         for position, (leaf, view) in enumerate(zip(script.results, script.shown, strict=True)):
             r = region[leaf.memory] if isinstance(leaf, TensorRef) else None
-            if r is None:
+            if r is None or not isinstance(leaf, TensorRef):
                 constants.append(position)
                 continue
             is_input = r < len(script.inputs)
             if is_input and view is None:
                 self._outputs[position] = OutputSpec(input=r)
                 continue
-            laid = layouts.setdefault((kinds.of_memory[leaf.memory], view), len(layouts))
+            laid = layouts.setdefault((kinds.base(leaf), view), len(layouts))
             first = script.identities[position]
             same = first if first < position and not is_input else None
             self._results.append(_LaidResult(position, r, r if is_input else None, laid, same))
@@ -191,7 +191,8 @@ class Skeleton:
 
 
 def _spec(layout: Layout, offset: int) -> TensorSpec:
-    return TensorSpec(layout.size, layout.stride, layout.dtype, offset)
+    conj, neg = layout.lazy
+    return TensorSpec(layout.size, layout.stride, layout.dtype, offset, conj, neg)
 
 
 class Latest:
@@ -241,6 +242,7 @@ def _skeleton_of(script: Script, kinds: Kinds, parts: Sequence[Part]) -> Skeleto
         Make: drafting.make,
         LaunchKernel: drafting.run,
         CallLibrary: drafting.call,
+        CallView: drafting.look,
         Drop: drafting.drop,
     }
     for event, sort, kind in zip(script.events, script.sorts, kinds.of_events, strict=True):
@@ -290,6 +292,9 @@ class _Drafting:
         for memory, result in zip(event.results, part.form.results, strict=True):
             if result is not None:
                 self.range_of[memory] = made[result]
+        self.boundary()
+
+    def look(self, *_: Any) -> None:
         self.boundary()
 
     def drop(self, event: Drop, *_: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from pgraph import compat
 from pgraph.compute.compare import ENOUGH
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.first import stand_in, without_memory
+from pgraph.compute.first import like, stand_in
 from pgraph.drivers.operands import Operand
 
 __all__ = ["ArgumentSizes", "Family", "operands"]
@@ -60,7 +60,7 @@ class ArgumentSizes:
         for i, number in self.numbers.items():
             found[i] = number
         for i, layout in self.layouts.items():
-            found[i] = without_memory(stand_ins[i].dtype, *layout)
+            found[i] = like(stand_ins[i], *layout)
         return found
 
     def stand_ins(self, arguments: Sequence[Any], device: torch.device) -> list[Any]:
@@ -77,7 +77,7 @@ class ArgumentSizes:
             if (layout := self.layouts.get(i)) is not None:
                 if known is value:
                     raise NotComputableError(f"argument {i} is on the host and varies")
-                known = without_memory(value.dtype, *layout)
+                known = like(value, *layout)
             found.append(known)
         return found
 
@@ -137,7 +137,14 @@ class Family:
 def operands(stand_ins: Sequence[Any]) -> list[Any]:
     """Stand-ins as a capture takes them."""
     return [
-        Operand(0, tuple(value.size()), tuple(value.stride()), value.dtype, int(value.storage_offset()))
+        Operand(
+            0,
+            tuple(value.size()),
+            tuple(value.stride()),
+            value.dtype,
+            int(value.storage_offset()),
+            compat.lazy_bits(value),
+        )
         if isinstance(value, torch.Tensor) and value.is_meta
         else value
         for value in stand_ins

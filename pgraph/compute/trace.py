@@ -11,7 +11,9 @@ whose globals are stand-ins, too. What it did is a script. For a new size
   (`Driver.kernel_node`);
 * a library chooses kernels by sizes in ways that nobody can compute. So its calls are recorded, each once for
   the sizes, strides, alignments and settings that it may depend on (`pgraph.compute.sites`). Layers with the
-  same sizes share a recording.
+  same sizes share a recording;
+* a view that a library gives (Inductor leaves complex numbers to ATen, and views of them) has the layout that
+  the op itself gives a tensor without memory.
 
 Nothing of that is believed before it was seen: what the script gives for sizes that were captured must be
 equal to the captures, byte for byte, three times (`pgraph.compute.computer`). Words are never fitted to
@@ -33,9 +35,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
+from pgraph.compute.library_call import gives_view
 from pgraph.compute.script import (
     PLAIN,
     CallLibrary,
+    CallView,
     Check,
     Drop,
     Event,
@@ -116,7 +120,7 @@ class _Trace:
         self.events: list[Event] = []
         self.held: list[int] = []
         self.kinds: dict[Any, int] = {}  # of calls
-        self.launches = 0
+        self.launches = self.looks = 0
         self.open = True
 
     def memory(self) -> int:
@@ -151,7 +155,9 @@ class _Trace:
         elif base.place.offset is not None:
             both = (Number(self.tape, place) for place in (base.place.offset, further))
             further = self.tape.compute("+", *both).place
-        place = TensorRef(base.place.memory, self.numbers(size), self.numbers(stride), further)
+        place = TensorRef(
+            base.place.memory, self.numbers(size), self.numbers(stride), further, base.place.look
+        )
         return _Stand(self, place, base.dtype)
 
     def assert_size_stride(self, tensor: Any, size: Any, stride: Any, *_: Any) -> None:
@@ -176,6 +182,8 @@ class _Trace:
         """A call of a library; what its results stand for."""
         leaves, spec = tree_flatten((arguments, options))
         known = tuple(map(self.leaf, leaves))
+        if gives_view(function):
+            return self.view(function, known, spec)
         given = _returned_arguments(function, arguments, options)
         memories = tuple(self.memory() for result in given if result is None)
         kind = self.kinds.setdefault((function, spec), len(self.kinds))
@@ -185,6 +193,16 @@ class _Trace:
             _Stand(self, TensorRef(next(new)), None) if result is None else result for result in given
         )
         return results[0] if len(results) == 1 else results or None
+
+    def view(self, function: OpOverload, arguments: tuple[Any, ...], spec: Any) -> _Stand:
+        """What a library gives that takes no memory; it lies in that of the only tensor it is given."""
+        bases = [value for value in arguments if isinstance(value, TensorRef)]
+        if len(bases) != 1 or any(isinstance(value, torch.Tensor | Host) for value in arguments):
+            raise NotComputableError(f"{function._schema.name} returns a view of one of {len(bases)} tensors")
+        kind, look = self.kinds.setdefault((function, spec), len(self.kinds)), self.looks
+        self.events.append(CallView(kind, function, arguments, spec, look))
+        self.looks += 1
+        return _Stand(self, TensorRef(bases[0].memory, look=look), None)
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, _Stand):
@@ -309,6 +327,7 @@ def traced(
         event.tensor.memory: (event.size, event.stride)
         for event in trace.events
         if isinstance(event, Check) and event.tensor.memory in made and event.tensor.size is None
+        if event.tensor.look is None
     }
     return Script(
         trace.tape,

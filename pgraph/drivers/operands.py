@@ -17,6 +17,7 @@ class Operand(NamedTuple):
         size, stride: in elements.
         dtype: a `torch.dtype`.
         offset: elements from the start of its storage.
+        lazy: whether it is a lazy conjugate, and a lazy negative (Note [Lazy conjugates] in `pgraph.compat`).
     """
 
     address: int
@@ -24,6 +25,7 @@ class Operand(NamedTuple):
     stride: tuple[int, ...]
     dtype: Any
     offset: int
+    lazy: tuple[bool, bool] = (False, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,7 @@ class Layout(NamedTuple):
     """All that operands have in common that kernels cannot tell apart but by their addresses.
 
     Args:
-        size, stride, dtype, offset: as an `Operand` has them.
+        size, stride, dtype, offset, lazy: as an `Operand` has them.
         into: bytes from the beginning of the allocation that it lies in.
     """
 
@@ -50,6 +52,7 @@ class Layout(NamedTuple):
     dtype: Any
     offset: int
     into: int
+    lazy: tuple[bool, bool] = (False, False)
 
 
 class Layouts:
@@ -76,6 +79,7 @@ class Layouts:
         offset: int = 0,
         into: int = 0,
         phase: int = 0,
+        lazy: tuple[bool, bool] = (False, False),
     ) -> int:
         """Equal for equal layouts in allocations that are aligned alike.
 
@@ -83,11 +87,11 @@ class Layouts:
             phase: bytes from an aligned address to the beginning of the allocation.
         """
         offset = offset if self._offsets else 0
-        key = size, stride, dtype, offset, into, phase
+        key = size, stride, dtype, offset, into, phase, lazy
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.known)
-            self.known.append(Layout(tuple(size), tuple(stride), dtype, offset, into))
+            self.known.append(Layout(tuple(size), tuple(stride), dtype, offset, into, lazy))
             self._phases.append(phase)
         return number
 
@@ -95,7 +99,24 @@ class Layouts:
         """The number of a view that begins so many elements further on."""
         base = self.known[number]
         into = base.into + further * base.dtype.itemsize
-        return self.number(size, stride, base.dtype, base.offset + further, into, self._phases[number])
+        phase = self._phases[number]
+        return self.number(size, stride, base.dtype, base.offset + further, into, phase, base.lazy)
+
+    def look(
+        self,
+        number: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: Any,
+        offset: int,
+        lazy: tuple[bool, bool],
+    ) -> int:
+        """The number of a view whose elements may be of another type, and which begins so many of them from
+        the start of the storage.
+        """
+        base = self.known[number]
+        into = base.into + offset * dtype.itemsize - base.offset * base.dtype.itemsize
+        return self.number(size, stride, dtype, offset, into, self._phases[number], lazy)
 
 
 def distinct(arguments: Sequence[Any]) -> list[int]:

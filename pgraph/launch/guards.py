@@ -20,7 +20,6 @@ __all__ = [
     "ValueGuard",
     "alignments",
     "guards_of",
-    "lazy_bits",
     "lazy_bits_and_type",
     "storage_facts",
 ]
@@ -29,13 +28,8 @@ Trait = Callable[[torch.Tensor], Any]
 """Says something of a tensor that neither its layout nor its address tells."""
 
 
-def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """(conjugated, negated) when it is read: Note [Lazy conjugates] in `pgraph.compat`."""
-    return tensor.is_conj(), tensor.is_neg()
-
-
 def lazy_bits_and_type(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
-    """The same and the type of the elements."""
+    """(conjugated, negated) when it is read, and the type of the elements."""
     return tensor.is_conj(), tensor.is_neg(), tensor.dtype
 
 

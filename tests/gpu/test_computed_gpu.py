@@ -101,6 +101,21 @@ class Convolutions(nn.Module):
         return self.body(x[:, :, None].expand(-1, WIDE, 3).reshape(-1, 3, 16, 16)).mean((2, 3))
 
 
+class Turned(nn.Module):
+    """Positions turn complex numbers, as in Meta's Llama. Inductor leaves those, and their views, to ATen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        angles = torch.outer(torch.arange(1024.0), 1e4 ** -torch.linspace(0, 1, WIDE // 2))
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.first(x).view(x.shape[0], WIDE // 2, 2))
+        turned = pairs * torch.view_as_complex(self.turns[: x.shape[0]])
+        return x + self.last(torch.view_as_real(turned).flatten(1))
+
+
 MODELS = {
     "attention, bf16": (Layers, torch.bfloat16),
     "flash attention, bf16": (Layers, torch.bfloat16),
@@ -109,6 +124,7 @@ MODELS = {
     "one row, bf16": (OneRow, torch.bfloat16),
     "convolutions, fp32": (Convolutions, torch.float32),
     "grouped convolutions, fp32": (Grouped, torch.float32),
+    "complex numbers, fp32": (Turned, torch.float32),
 }
 
 

@@ -171,7 +171,7 @@ def kernel_node(
         if kind != _POINTER:
             if not isinstance(value, _NUMBERS):
                 return None
-        elif isinstance(value, Operand):
+        elif isinstance(value, Operand) and not any(value.lazy):
             addresses.append((offset, at[id(value)]))
             value = value.address
         elif isinstance(value, torch.Tensor):

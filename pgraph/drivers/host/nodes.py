@@ -125,7 +125,7 @@ def kernel_node(
         return None
     for at, (code, value) in enumerate(zip(codes, arguments, strict=True)):
         if isinstance(value, Operand):
-            if code != ("tensor", len(value.size), value.dtype, False, False):
+            if code != ("tensor", len(value.size), value.dtype, *value.lazy):
                 return None
             addresses.append((8 * len(words), at))
             words += [value.address, *value.size, *value.stride, value.offset]
