@@ -161,7 +161,7 @@ def test_results_that_are_one_object() -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("args[1].zero_()\nreturn ()", "asks a tensor for its zero_"),
+        ("args[1].add_(1)\nreturn ()", "asks a tensor for its add_"),
         ("return (args[1].item(), )", "asks a tensor for its item"),
         (
             "y = empty_strided_cuda((2, ), (1, ), torch.float32)\nreturn (y.size()[0], )",
@@ -202,6 +202,20 @@ def test_ops_in_place_return_their_argument() -> None:
     assert script.results == (TensorRef(0),)
 
 
+def test_methods_of_tensors_are_calls_of_a_library() -> None:
+    """Inductor copies complex numbers by one, and sets counters of kernels to 0 by another."""
+    body = "y = args[1].copy_(weight, False)\nreinterpret_tensor(y, (2, ), (1, ), 3).zero_()\nreturn (y, )"
+    script = script_of(body, 6, torch.ones(6))
+    copy, zero = script.events
+    assert isinstance(copy, CallLibrary)
+    assert isinstance(zero, CallLibrary)
+    assert (copy.function, copy.results) == (torch.ops.aten.copy_.default, ())
+    assert (zero.function, zero.results) == (torch.ops.aten.zero_.default, ())
+    assert copy.arguments[0] == TensorRef(0)
+    assert copy.arguments[2] is False
+    assert script.results == (TensorRef(0),)
+
+
 def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
     """Attention's seeds, which go from its forward to its backward and are read by nobody."""
     body = """
@@ -224,7 +238,13 @@ def test_tensors_on_the_host_are_other_ones_at_each_call() -> None:
     assert len(calls[0].run([])) == 2
     with pytest.raises(NotComputableError, match="asks a tensor on the host for its item"):
         traced(_item, given, torch.device("meta"), kernels)
+    with pytest.raises(NotComputableError, match="reads a tensor on the host"):
+        traced(_copy, given, torch.device("meta"), kernels)
 
 
 def _item(args: list[Any]) -> list[Any]:
     return [args[2].item()]
+
+
+def _copy(args: list[Any]) -> list[Any]:
+    return [args[1].copy_(args[2], False)]

@@ -182,6 +182,18 @@ class Rotary(nn.Module):
         )
 
 
+class Mixing(nn.Module):
+    """As in FNet: Inductor copies the complex numbers by a method of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(x + torch.fft.fftn(x, dim=(1, 2)).real))
+        return y
+
+
 def spectrum(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """A convolution by way of spectra: its backward is given lazy conjugates."""
 
@@ -194,16 +206,18 @@ def spectrum(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.usefixtures("no_lessons")
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("what", ["rotary", "spectrum"])
+@pytest.mark.parametrize("what", ["rotary", "mixing", "spectrum"])
 def test_complex_numbers_at_sizes_that_never_came(what: str, train: bool) -> None:
     torch.manual_seed(0)
-    rotary, weight = Rotary(), nn.Parameter(torch.randn(8))
-    fn = rotary if what == "rotary" else spectrum(weight)
-    parameters = list(rotary.parameters()) if what == "rotary" else [weight]
+    model, weight = Rotary() if what == "rotary" else Mixing(), nn.Parameter(torch.randn(8))
+    fn = model if what != "spectrum" else spectrum(weight)
+    parameters = list(model.parameters()) if what != "spectrum" else [weight]
     compiled = host(fn, dynamic=True, codegen="inductor", step_aside=False)
 
     def of(call: Any, n: int) -> list[Tensor]:
-        x = torch.randn((2, n, 16) if what == "rotary" else (n,), generator=torch.Generator().manual_seed(n))
+        x = torch.randn(
+            (2, n, 16) if what != "spectrum" else (n,), generator=torch.Generator().manual_seed(n)
+        )
         for parameter in parameters:
             parameter.grad = None
         with torch.set_grad_enabled(train):

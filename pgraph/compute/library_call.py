@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pgraph.compute.errors import NotComputableError
@@ -17,7 +17,7 @@ from pgraph.drivers.interface import ALIGNMENT
 from pgraph.drivers.operands import HostOperand, Operand, distinct
 from pgraph.ops.fx import is_builtin
 
-__all__ = ["LibraryCall", "alignment", "gives_view", "view_of"]
+__all__ = ["LibraryCall", "alignment", "gives_view", "returned_arguments", "view_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +74,48 @@ def gives_view(function: Any) -> bool:
         return False
     alias = returns[0].alias_info
     return alias is not None and not alias.is_write
+
+
+def returned_arguments(
+    function: Any, arguments: Sequence[Any], options: Mapping[str, Any], tensor: type
+) -> list[Any]:
+    """For each result of a call the argument that it is; None for what is made anew.
+
+    Args:
+        tensor: of what stands for tensors among the arguments.
+
+    Raises:
+        NotComputableError: that is not told.
+    """
+    if isinstance(function, OpOverloadPacket):
+        raise NotComputableError(f"which overload of {function} is called is not known")
+    if not isinstance(function, OpOverload):
+        out = options.get("out")
+        if out is not None and not isinstance(out, tensor):
+            raise NotComputableError(f"{function} writes into {type(out).__name__}")
+        return [out]
+    found: list[Any] = []
+    schema = function._schema
+    for result in schema.returns:
+        # A number stands for itself, as a tensor does: cuDNN's attention tells how long its inputs are.
+        if not isinstance(result.type, torch.TensorType | torch.IntType):
+            raise NotComputableError(f"{schema.name} returns {result.type}")
+        if result.alias_info is None:
+            found.append(None)
+            continue
+        names = result.alias_info.before_set
+        at = next(
+            (
+                i
+                for i, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.before_set & names
+            ),
+            None,
+        )
+        if at is None or not result.alias_info.is_write:
+            raise NotComputableError(f"{schema.name} returns a view")
+        found.append(arguments[at] if at < len(arguments) else options.get(schema.arguments[at].name))
+    return found
 
 
 def view_of(event: CallView, arguments: Sequence[Any]) -> torch.Tensor:

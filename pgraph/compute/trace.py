@@ -31,11 +31,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten
 
 from pgraph.compute.errors import NotComputableError
-from pgraph.compute.library_call import gives_view
+from pgraph.compute.library_call import gives_view, returned_arguments
 from pgraph.compute.script import (
     PLAIN,
     CallLibrary,
@@ -60,6 +60,10 @@ _OF_ONE_NUMBER: Final = {torch: {"sym_float": "float", "_sym_sqrt": "sqrt"}, mat
 """Functions in which generated code computes sizes, as the tape names them; of Python's own up to 2.12."""
 
 
+_METHODS: Final = {"copy_": torch.ops.aten.copy_.default, "zero_": torch.ops.aten.zero_.default}
+"""Of a tensor, which generated code calls: for copies of what it has no kernels for, and for counters."""
+
+
 class _Stand:
     """In a tensor's place."""
 
@@ -73,7 +77,10 @@ class _Stand:
         self.trace.released(self.place.memory)
 
     def __getattr__(self, name: str) -> Any:
-        raise NotComputableError(f"the generated code asks a tensor for its {name}")
+        op = _METHODS.get(name)
+        if op is None:
+            raise NotComputableError(f"the generated code asks a tensor for its {name}")
+        return lambda *arguments: self.trace.call(op, (self, *arguments), {})
 
 
 class _Input(_Stand):
@@ -182,9 +189,11 @@ class _Trace:
         """A call of a library; what its results stand for."""
         leaves, spec = tree_flatten((arguments, options))
         known = tuple(map(self.leaf, leaves))
+        if function in _METHODS.values() and any(isinstance(value, Host) for value in known):
+            raise NotComputableError(f"{function} reads a tensor on the host")
         if gives_view(function):
             return self.view(function, known, spec)
-        given = _returned_arguments(function, arguments, options)
+        given = returned_arguments(function, arguments, options, _Stand)
         memories = tuple(self.memory() for result in given if result is None)
         kind = self.kinds.setdefault((function, spec), len(self.kinds))
         self.events.append(CallLibrary(kind, function, known, spec, memories))
@@ -214,39 +223,6 @@ class _Trace:
         if isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.layout == torch.strided):
             return value
         raise NotComputableError(f"an argument of type {type(value).__name__}")
-
-
-def _returned_arguments(function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """For each result the argument that it is; None for what is made anew."""
-    if isinstance(function, OpOverloadPacket):
-        raise NotComputableError(f"which overload of {function} is called is not known")
-    if not isinstance(function, OpOverload):
-        out = options.get("out")
-        if out is not None and not isinstance(out, _Stand):
-            raise NotComputableError(f"{function} writes into {type(out).__name__}")
-        return [out]
-    found: list[Any] = []
-    schema = function._schema
-    for result in schema.returns:
-        # A number stands for itself, as a tensor does: cuDNN's attention tells how long its inputs are.
-        if not isinstance(result.type, torch.TensorType | torch.IntType):
-            raise NotComputableError(f"{schema.name} returns {result.type}")
-        if result.alias_info is None:
-            found.append(None)
-            continue
-        names = result.alias_info.before_set
-        at = next(
-            (
-                i
-                for i, argument in enumerate(schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.before_set & names
-            ),
-            None,
-        )
-        if at is None or not result.alias_info.is_write:
-            raise NotComputableError(f"{schema.name} returns a view")
-        found.append(arguments[at] if at < len(arguments) else options.get(schema.arguments[at].name))
-    return found
 
 
 class _Names:
