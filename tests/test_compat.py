@@ -51,12 +51,15 @@ def test_lazy_bits() -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     turned = compat.lazily(x, conj=True, neg=False)
     assert turned.is_conj()
+    assert compat.lazy_bits(turned) == (True, False)
     assert turned.data_ptr() == x.data_ptr()
     assert (turned + 0).tolist() == [1 - 2j, 3 + 4j]
     negative = compat.lazily(x.real, conj=False, neg=True)
     assert negative.is_neg()
+    assert compat.lazy_bits(negative) == (False, True)
     assert (negative + 0).tolist() == [-1.0, -3.0]
     assert compat.lazily(x, conj=False, neg=False) is x
+    assert compat.lazy_bits(x) == (False, False)
 
 
 def test_same_counter() -> None:
