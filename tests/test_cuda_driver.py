@@ -396,11 +396,12 @@ def test_a_forked_process_frees_nothing_of_its_parents(forked: bool, monkeypatch
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Stands for the driver's memory, and the framework's."""
-    seen = SimpleNamespace(looks=0, allocated=[], modes=[], full=False)
+    seen = SimpleNamespace(looks=0, allocated=[], modes=[], full=False, grow=False)
 
     def segments() -> list[dict[str, Any]]:
         seen.looks += 1
-        return [{"device": 0, "segment_pool_id": (0, 0), "total_size": 64 << 20, "address": 1 << 40}]
+        segment = {"device": 0, "segment_pool_id": (0, 0), "total_size": 64 << 20, "address": 1 << 40}
+        return [segment | {"is_expandable": seen.grow}]
 
     def allocate(nbytes: int) -> tuple[Any, ...]:
         seen.allocated.append(nbytes)
@@ -429,13 +430,17 @@ def test_a_small_copy_is_anchored_without_a_look_at_all_memory(memory: SimpleNam
     small = graphs._SMALL
     for _ in range(2):
         assert graphs.ordinary_range([a_fill(8), a_fill(small)], 0) == (1 << 41, graphs.LASTING)
-    assert (memory.looks, memory.allocated) == (0, [small])
+    assert (memory.looks, memory.allocated) == (1, [small]), "once, for all that come later"
     assert memory.modes == [graphs._RELAXED, "as it was"], "while another thread captures, too"
     assert graphs.ordinary_range([a_fill(8), a_fill(small + 1)], 0) == (1 << 40, None)
     memory.full = True
     graphs._small_range.cache_clear()
     assert graphs.ordinary_range([a_fill(8)], 0) == (1 << 40, None)
     assert memory.modes[2:] == [graphs._RELAXED, "as it was"]
+    memory.grow = True
+    graphs._small_range.cache_clear()
+    assert graphs.ordinary_range([a_fill(8)], 0) == (1 << 40, None)
+    assert len(memory.allocated) == 2, "an address in a segment that grows is none of the driver's"
 
 
 @pytest.mark.parametrize("lasts", [True, False])

@@ -64,11 +64,15 @@ def ordinary_range(copies: Sequence[NodeRecord], device: int) -> tuple[int, Any]
 
 @functools.cache
 def _small_range(device: int) -> int | None:
-    """The address of `_SMALL` bytes on a device, which is current; None if there is no memory.
+    """The address of `_SMALL` bytes on a device, which is current; None if there is no memory, or if the
+    framework's own belongs to no context.
 
     It is the driver's: it counts in none of the framework's figures, and lies in no pool that the program
-    may have chosen.
+    may have chosen. Segments that grow (``expandable_segments``) are mapped by hand, as ghosts are: what is
+    anchored at the driver's memory would take no address in them.
     """
+    if any(s.get("is_expandable", False) for s in snapshot.segments()):
+        return None
     mode = check(cu.cuThreadExchangeStreamCaptureMode(_RELAXED))[0]  # another thread's capture goes on
     try:
         return int(check(cu.cuMemAlloc(_SMALL))[0])
