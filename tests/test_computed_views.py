@@ -12,12 +12,14 @@ from support_compute import F32, kernel_node, library, script_of
 from torch import Tensor, nn
 
 import pgraph
+from pgraph import compat
 from pgraph.compute.errors import NotComputableError
 from pgraph.compute.evaluate import evaluate
 from pgraph.compute.pieces import Tools
 from pgraph.compute.script import CallView
+from pgraph.drivers.host import nodes as host_nodes
 from pgraph.drivers.operands import Operand
-from pgraph.template.recording import OutputSpec, TensorSpec
+from pgraph.template.recording import NodeRecord, OutputSpec, TensorSpec
 
 C64 = torch.complex64
 
@@ -155,6 +157,15 @@ def test_what_a_library_is_given_of_layers() -> None:
     assert len(seen) == 1, "of two layers"
     assert {slot.region for slot in slots} >= {0, 1}
     assert len(recording.nodes) == 4
+
+
+def test_a_generated_kernel_of_lazy_numbers_is_none_of_plain_ones() -> None:
+    kernel, lazy = object(), torch.ones(3, dtype=C64).conj()
+    codes, words = host_nodes.encode([lazy])
+    sample = NodeRecord("kernel", "k", (host_nodes.KernelCall(kernel), codes), host_nodes.packed(words))
+    operand = Operand(64, (3,), (1,), C64, 0, compat.lazy_bits(lazy))
+    assert host_nodes.kernel_node(kernel, sample, [operand]) is not None
+    assert host_nodes.kernel_node(kernel, sample, [operand._replace(lazy=(False, False))]) is None
 
 
 class Rotary(nn.Module):

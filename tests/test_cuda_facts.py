@@ -109,6 +109,12 @@ def test_a_capture_that_fails_leaves_no_ghosts_in_the_peaks(monkeypatch: pytest.
     assert (restored, peak) == ([(100, 100)] * 3, 100)
 
 
+def test_errors_that_name_each_other_as_causes_are_let_go() -> None:
+    first, second = DriverError("first"), DriverError("second")
+    first.__cause__, second.__cause__ = second, first
+    cuda._let_go(first, None)
+
+
 def test_an_error_of_the_programs_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is being handled while pgraph captures: a debugger may look at it later."""
 

@@ -161,9 +161,11 @@ class _KindsFound:
         return None if sample is None else (sort.number, sample, tensors)
 
     def _of_tensor(self, memory: int, view: int | None) -> int:
-        known = self._script.views[view] if view is not None else None
-        base = self.of_memory[memory] if known is None or known.look is None else self.of_look[known.look]
-        if view is None or known is None or known.size is None:
+        if view is None:
+            return self.of_memory[memory]
+        known = self._script.views[view]
+        base = self.of_memory[memory] if known.look is None else self.of_look[known.look]
+        if known.size is None:
             return base
         origin = self.origins.get((base, view))
         if origin is None:  # so this event is like no earlier one

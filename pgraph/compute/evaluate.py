@@ -265,9 +265,8 @@ class _Evaluation:
             return spec
         if spec.region is None or spec.layout is None or spec.same is not None or spec.view_of is not None:
             raise NotComputableError("a library returns one of its arguments, or one result twice")
-        size, stride, dtype, into, *lazy = spec.layout
-        offset = into // dtype.itemsize
-        number = self.layouts.number(size, stride, dtype, offset, into, lazy=(lazy[0], lazy[1]))
+        size, stride, dtype, into, conj, neg = spec.layout
+        number = self.layouts.number(size, stride, dtype, into // dtype.itemsize, into, lazy=(conj, neg))
         return spec.region - n_inputs, number
 
     def check(self, event: Check, kind: Kind) -> Part:

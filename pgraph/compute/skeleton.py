@@ -108,8 +108,7 @@ class Skeleton:
         constants, layouts = [], dict[tuple[int, int | None], int]()
         self._results: list[_LaidResult] = []
         for position, (leaf, view) in enumerate(zip(script.results, script.shown, strict=True)):
-            r = region[leaf.memory] if isinstance(leaf, TensorRef) else None
-            if r is None or not isinstance(leaf, TensorRef):
+            if not isinstance(leaf, TensorRef) or (r := region[leaf.memory]) is None:
                 constants.append(position)
                 continue
             is_input = r < len(script.inputs)

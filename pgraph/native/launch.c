@@ -153,9 +153,9 @@ static PyObject *addresses(PyObject *module, PyObject *const *given, Py_ssize_t 
 /* -- what Python sees --------------------------------------------------------------------------- */
 
 /* To be read from a dataclass and `Calls`; NULL with an error. */
-static pg_program *empty_program(PyObject *const *given, Py_ssize_t n, const char *usage)
+static pg_program *empty_program(PyObject *const *given, int right, const char *usage)
 {
-    if (n != 2) {
+    if (!right) {
         PyErr_SetString(PyExc_TypeError, usage);
         return NULL;
     }
@@ -171,7 +171,7 @@ static pg_program *empty_program(PyObject *const *given, Py_ssize_t n, const cha
 static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
 {
     (void)module;
-    pg_program *p = empty_program(given, n == 3 ? 2 : 0, "program(Program, Calls, guards or None)");
+    pg_program *p = empty_program(given, n == 3, "program(Program, Calls, guards or None)");
     if (!p)
         return NULL;
     p->n_regions = (Py_ssize_t)number_field(p->source, "n_regions");
@@ -195,7 +195,7 @@ static PyObject *program(PyObject *module, PyObject *const *given, Py_ssize_t n)
 static PyObject *guards_alone(PyObject *module, PyObject *const *given, Py_ssize_t n)
 {
     (void)module;
-    pg_program *p = empty_program(given, n, "guards(Guards, Calls)");
+    pg_program *p = empty_program(given, n == 2, "guards(Guards, Calls)");
     if (!p)
         return NULL;
     PyObject *capsule = NULL;

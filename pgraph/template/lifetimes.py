@@ -89,11 +89,14 @@ class Pairs(Sequence[tuple[int, int]]):
     def __getitem__(self, at: slice) -> tuple[tuple[int, int], ...]: ...
 
     def __getitem__(self, at: int | slice) -> tuple[int, int] | tuple[tuple[int, int], ...]:
-        first, second = self.words[::2][at], self.words[1::2][at]
-        return tuple(zip(first, second, strict=True)) if isinstance(at, slice) else (first, second)  # type: ignore[arg-type,return-value]  # both are as `at` is
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        place = 2 * range(len(self))[at]
+        return self.words[place], self.words[place + 1]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self.words[::2], self.words[1::2], strict=True)
+        words = iter(self.words)
+        return zip(words, words, strict=True)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Pairs):

@@ -58,9 +58,13 @@ def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
     Args:
         handled: the program's own, which was there before.
     """
-    while error is not None and error is not handled:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    left, seen = [error], {id(None), id(handled)}
+    while left:
+        error = left.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            left += [error.__cause__, error.__context__]
 
 
 class CudaDriver(Driver):
@@ -86,9 +90,8 @@ class CudaDriver(Driver):
             try:
                 yield
             except Exception as e:
-                _let_go(
-                    e, handled
-                )  # else the next capture would take what ghosts added for the program's own
+                # Else the next capture would take what ghosts added for the program's own.
+                _let_go(e, handled)
                 self._restore(before)
                 raise
             else:
