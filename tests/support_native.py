@@ -73,12 +73,12 @@ class FakeRecipe(Recipe):
         self._slots = (SlotEntry * max(len(mine), 1))(*((i, s.region, s.delta) for i, s in enumerate(mine)))
         self.words = (ctypes.c_uint64 * max(len(mine), 1))()
         number = next(_numbers)
-        settings = [SettingEntry(number, sum(s.node <= node for s in mine)) for node in range(first, last)]
+        settings = [SettingEntry(0, sum(s.node <= node for s in mine)) for node in range(first, last)]
         self._settings = (SettingEntry * max(len(settings), 1))(*settings)
         tables = [ctypes.addressof(x) for x in (exec.state, self._settings, self._slots, self.words)]
         self._entry = RecipeEntry(tables[0], number, *tables[1:])
         self.entry = ctypes.addressof(self._entry)
-        exec.recipes[number] = self
+        exec.recipes[ctypes.addressof(self.words)] = self
 
     def launch(self, bases: list[int], stream: int) -> int:
         today = (ctypes.c_uint64 * len(bases))(*bases)

@@ -65,15 +65,14 @@ def replay_and_check(n: int, lives: list[Lifetime], plan: Plan) -> int:
         assert where[1] % GRANULE == 0
         assert where[1] + rounded(by_id[r].nbytes) <= block.nbytes
 
-    # Sizes are those of tensors, unless one block makes it one chunk; an output owns its block from birth on.
+    # Sizes are those of tensors, and an output owns its block from birth on.
     for i, block in enumerate(plan.blocks):
         assert block.index == i
         tenants = [by_id[r] for r, _ in block.tenants]
         assert [min(t.birth, max(n - 1, 0)) for t in tenants] == sorted(
             min(t.birth, max(n - 1, 0)) for t in tenants
         )
-        alone = len(plan.chunks) == 1 and all(t.kind == "temp" for t in tenants)
-        assert alone or block.nbytes in {rounded(t.nbytes) for t in tenants}
+        assert block.nbytes in {rounded(t.nbytes) for t in tenants}
         for life in tenants:
             if life.kind == "output":
                 assert placed[life.region][1] == 0

@@ -344,18 +344,24 @@ class Blocks:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "sizes"), [(6 << 20, [1 << 20] * 3), (64 << 20, [64 << 20])], ids=["small", "large"]
+    ("ghosts", "sizes"),
+    [
+        ([6 << 20], [1 << 20] * 3),
+        ([64 << 20], [64 << 20]),
+        ([64 << 20, 4 << 20], [64 << 20, 1 << 20, 1 << 20]),
+    ],
+    ids=["small", "large", "two"],
 )
 def test_no_op_makes_the_ghosts_that_raise_a_peak(
-    nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    ghosts: list[int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Note [Blocks that nobody fills]: an illegal access ended the process, some time later."""
     blocks, order = Blocks(monkeypatch), list[str]()
 
     @contextlib.contextmanager
-    def noted(name: str) -> Iterator[None]:
+    def noted(name: str) -> Iterator[Any]:
         order.append(name)
-        yield
+        yield SimpleNamespace(renew=lambda: order.append(f"another, {len(blocks.given_back)} given back"))
         order.append(f"{name} left, {len(blocks.given_back)} given back")
 
     arena = SimpleNamespace(close=lambda: order.append("closed"))
@@ -363,10 +369,11 @@ def test_no_op_makes_the_ghosts_that_raise_a_peak(
     monkeypatch.setattr(peaks, "GhostPools", lambda _: noted("pools"))
     monkeypatch.setattr(peaks, "unlimited", lambda _: noted("limit"))
     with NoOps():
-        peaks._allocate_ghosts(GPU, nbytes)
+        peaks._allocate_ghosts(GPU, ghosts)
     assert blocks.sizes == sizes
     back = f"{len(sizes)} given back"
-    assert order == ["limit", "pools", f"pools left, {back}", f"limit left, {back}", "closed"]
+    others = ["another, 1 given back"] * (len(ghosts) - 1)
+    assert order == ["limit", "pools", *others, f"pools left, {back}", f"limit left, {back}", "closed"]
 
 
 def test_blocks_are_given_back_if_there_is_no_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,14 +158,17 @@ class InC:
         self.exec = ExecEntry(ctypes.addressof(table), 11, 22, ctypes.addressof(nodes), len(graph.kinds))
         self.keep: list[Any] = [made, table, nodes]
         self.words, self.recipes = [], []
+        self.structs: dict[int, int] = {}  # by their addresses
         for number, recipe in enumerate(graph.recipes):
             flat = [slot for slots in recipe for slot in slots]
             ends = [sum(map(len, recipe[: i + 1])) for i in range(len(recipe))]
             settings = (SettingEntry * max(len(ends), 1))(
-                *((params_of(number, i), end) for i, end in enumerate(ends))
+                *enumerate(ends)
             )
             slots = (SlotEntry * max(len(flat), 1))(*flat)
-            words = (ctypes.c_uint64 * max(len(flat), 1))()
+            words = (ctypes.c_uint64 * max(len(flat), len(ends), 1))()
+            at = ctypes.addressof(words)
+            self.structs |= {at + 8 * i: params_of(number, i) for i in range(len(ends))}
             places = map(ctypes.addressof, (settings, slots, words))
             self.recipes.append(RecipeEntry(ctypes.addressof(self.exec), number + 1, *places))
             self.words.append(words)
@@ -173,6 +176,7 @@ class InC:
 
     def _note(self, name: str, first: int, second: int, ctx: int | None = 22) -> int:
         assert ctx == 22
+        second = second if name == "launch" else self.structs[second]
         self.calls.append((name, first, second))
         failed = len(self.calls) - 1 == self.fail_at
         if name == "launch":

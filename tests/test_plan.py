@@ -29,7 +29,6 @@ from pgraph.errors import PlanError
 from pgraph.native import libraries
 from pgraph.template import idle
 from pgraph.template.lifetimes import Lifetime, Pairs
-from pgraph.template.one_block import WORTH
 from pgraph.template.packing import EXHAUSTIVE_NODES, MORE
 from pgraph.template.plan import make_plan
 
@@ -78,9 +77,7 @@ def test_plan_is_sound_within_the_limit_and_minimal(
         assert len(plan.chunks) == bool(lives)
         return
     chain = chain_of(n, lives)
-    fewest = fewest_chunks(n, lambda a, b: chain.pack(a, b, None).held, limit)
-    one = fewest >= WORTH and chain._in_one_block(limit) is not None
-    assert len(plan.chunks) == (1 if one else fewest)
+    assert len(plan.chunks) == fewest_chunks(n, lambda a, b: chain.pack(a, b, None).held, limit)
 
 
 @settings(max_examples=60, deadline=None)

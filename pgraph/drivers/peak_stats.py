@@ -16,13 +16,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["SMALL", "FreeBlock", "GhostPeaks", "Lift", "PeakLedger", "lift"]
+__all__ = ["SEGMENT", "SMALL", "FreeBlock", "GhostPeaks", "Lift", "PeakLedger", "lift"]
 
 SMALL: Final = 1 << 20
 """The caching allocator serves requests of up to so many bytes from small segments, others from large ones.
 It leaves no rest of this size or less in a large one: whoever asks gets it, too."""
 
+SEGMENT: Final = 2 << 20
+"""Bytes of its smallest segment. Larger ones are a multiple."""
+
 _GRANULE: Final = 512
+_MOST: Final = 64  # ghosts one after the other: each takes a pool of its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,15 +100,16 @@ class FreeBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lift:
-    """What to allocate, all at once, to raise the peaks.
+    """What to allocate to raise the peaks.
 
     Args:
-        blocks: (bytes, stream), from the allocator's cache, in this order.
-        ghosts: bytes that the cache does not have.
+        blocks: (bytes, stream), from the allocator's cache, in this order, all at once.
+        ghosts: bytes that the cache does not have; beside the blocks, one after the other. What is freed
+            stays reserved: so more can be reserved than was ever allocated.
     """
 
     blocks: tuple[tuple[int, int], ...]
-    ghosts: int
+    ghosts: tuple[int, ...]
 
 
 def lift(peaks: tuple[int, int], now: tuple[int, int], free: Sequence[FreeBlock]) -> Lift | None:
@@ -116,13 +121,17 @@ def lift(peaks: tuple[int, int], now: tuple[int, int], free: Sequence[FreeBlock]
         free: blocks of the cache.
 
     Returns:
-        None if that is not possible: more is in use than was at the peak, or the cache is in pieces that
-        are too small.
+        None if that is not possible: more is in use than was at the peak, the cache is in pieces that are
+        too small, or what is missing is no number of segments, or far more than may be allocated.
     """
-    missing, ghosts = peaks[0] - now[0], peaks[1] - now[1]
-    if missing < 0 or not 0 <= ghosts <= missing:
+    missing, reserved = peaks[0] - now[0], peaks[1] - now[1]
+    if missing < 0 or reserved < 0 or reserved % SEGMENT:
         return None
-    missing -= ghosts
+    at_once = min(reserved, missing // SEGMENT * SEGMENT)
+    if reserved > at_once * _MOST:
+        return None
+    ghosts = tuple(min(at_once, reserved - done) for done in range(0, reserved, at_once or 1))
+    missing -= at_once
     blocks: list[tuple[int, int]] = []
     for block in sorted((b for b in free if not b.small), key=lambda b: -b.nbytes):
         taken = _of_large(block.nbytes, missing)

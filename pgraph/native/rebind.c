@@ -54,8 +54,8 @@ typedef struct {
 } pg_exec;
 
 typedef struct {
-    void *params; /* the struct that the setter takes */
-    int64_t last; /* slots before this one are of this node or an earlier one */
+    int32_t taken; /* index into words of the struct that the setter takes */
+    int32_t last;  /* slots before this one are of this node or an earlier one */
     int32_t first; /* index into words of the parameters */
     int32_t count; /* words of them */
 } pg_setting;
@@ -82,9 +82,11 @@ static int set(const pg_exec *e, const pg_node *n, void *params)
     return (n->kind == MEMCPY ? e->calls->copy : e->calls->fill)(e->exec, n->node, params, e->ctx);
 }
 
+static void *taken(const pg_recipe *r, const pg_setting *s) { return r->words + s->taken; }
+
 static int holds(const pg_held *h, const pg_node *n, const pg_recipe *r, const pg_setting *s)
 {
-    return h->words == s->count && (n->kind != KERNEL || !memcmp(h->head, s->params, HEAD)) &&
+    return h->words == s->count && (n->kind != KERNEL || !memcmp(h->head, taken(r, s), HEAD)) &&
            !memcmp(h->params, r->words + s->first, 8 * (size_t)s->count);
 }
 
@@ -94,7 +96,7 @@ static void note(pg_held *h, const pg_node *n, const pg_recipe *r, const pg_sett
     if (h->words < 0)
         return;
     if (n->kind == KERNEL)
-        memcpy(h->head, s->params, HEAD);
+        memcpy(h->head, taken(r, s), HEAD);
     memcpy(h->params, r->words + s->first, 8 * (size_t)s->count);
 }
 
@@ -102,7 +104,7 @@ static void note(pg_held *h, const pg_node *n, const pg_recipe *r, const pg_sett
 static int set_and_note(pg_exec *e, const pg_recipe *r, int64_t i)
 {
     const pg_node *n = &e->nodes[i];
-    int rc = set(e, n, r->settings[i].params);
+    int rc = set(e, n, taken(r, &r->settings[i]));
     if (rc)
         e->held = 0;
     if (!e->contents)

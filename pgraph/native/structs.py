@@ -54,8 +54,8 @@ class SettingEntry(ctypes.Structure):
     """`pg_setting`: what a recipe sets one node to, and which slots are its own."""
 
     _fields_ = [
-        ("params", ctypes.c_void_p),
-        ("last", ctypes.c_int64),
+        ("taken", ctypes.c_int32),
+        ("last", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("count", ctypes.c_int32),
     ]

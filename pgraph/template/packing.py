@@ -9,8 +9,9 @@ in order of birth. A temporary of the chunk that finds none free is tried in the
 block after its tenant's death, the gaps between larger temporaries. A rectangle is cut along the
 bytes, so what is left of it keeps its whole span of nodes. Only then is a block opened. So each
 block has the size of one tensor that eager would have allocated, and the caching allocator sees
-the sizes it sees without a graph. Small chains that would take several chunks are an exception:
-Note [One block] in `pgraph.template.one_block`.
+the sizes it sees without a graph. (All temporaries of a small chain in one block, packed freely, made three
+chunks one, and gained nothing: an H200 took as long for them, and the cache could not use that block for
+anything else.)
 
 **Cutting.** Without the rectangles a chunk ``[a, b)`` would cost
 ``inputs(a) + sum over sizes s of s * max over nodes of (regions of size s alive)``: monotone in
@@ -38,7 +39,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgraph.native import libraries
-from pgraph.template import one_block
 from pgraph.template.idle import Idle
 from pgraph.template.lifetimes import GRANULE, Lives
 
@@ -241,29 +241,7 @@ class Chain:
         cuts = [self.n]
         while cuts[-1] > 0:
             cuts.append(came_from[cuts[-1]])
-        if len(cuts) > one_block.WORTH and (packed := self._in_one_block(limit)) is not None:
-            self._found[0] = self.n, packed
-            return [0, self.n]
         return cuts[::-1]
-
-    def _in_one_block(self, limit: int) -> Packed | None:
-        """The whole chain as one chunk, if that is within the limit (Note [One block])."""
-        ends, n, room = self.end, self.n, limit - self.inputs[0]
-        if max(self.alive, default=0) > room:
-            return None
-        temps = [r for r in self._born if ends[r] <= n]
-        others = [r for r in self._born if ends[r] > n]
-        sizes = [self.size[r] for r in others]
-        room -= sum(sizes)
-        nbytes, since, until = ([column[r] for r in temps] for column in (self.size, self.start, ends))
-        found = one_block.offsets(nbytes, since, until, room) if temps else None
-        if found is None:
-            return None
-        places, total = found
-        held = limit - room + total
-        lanes = [*[0] * len(temps), *range(1, len(others) + 1)]
-        everywhere = [*places, *[0] * len(others)]
-        return Packed(held, [total, *sizes], [-1] * (len(others) + 1), [*temps, *others], lanes, everywhere)
 
     def as_before(self, cuts: list[int], limit: int, known: Sequence[tuple[int, ...]]) -> list[int]:
         """The known borders whose chunks fit, if they are hardly more; or as many that others may take.

@@ -400,6 +400,36 @@ print("RIGHT")
 """
 
 
+_EMPTIED = """
+import torch
+from pgraph.drivers.cuda import peaks
+MB, device = 1 << 20, torch.device("cuda", 0)
+lives = torch.ones(MB, device=device)
+for small, large in [(7, 9), (40, 50), (200, 300), (300, 310), (5, 6)] * 2:
+    torch.cuda.reset_peak_memory_stats()
+    first = torch.empty(small * MB, dtype=torch.uint8, device=device)
+    del first  # stays reserved, and the next does not fit in
+    second = torch.empty(large * MB, dtype=torch.uint8, device=device)
+    before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    del second
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    assert peaks.restore(device, *before)
+    assert torch.cuda.mem_get_info()[0] == free, "it takes no memory"
+    again = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    assert again[1] == before[1] and abs(again[0] - before[0]) <= MB, (small, large, before, again)
+    torch.cuda.synchronize()
+assert lives.sum().item() == MB
+print("RIGHT")
+"""
+
+
+def test_peaks_come_right_where_more_was_reserved_than_is_missing() -> None:
+    """The cache was emptied since: of what it had kept beside the peak, too."""
+    output = finish(python(_EMPTIED))
+    assert "RIGHT" in output, output
+
+
 def test_peaks_come_right_where_new_memory_is_filled() -> None:
     """Note [Blocks that nobody fills]: the fill ran when the ghosts had no addresses any more."""
     output = finish(python(_FILLED))

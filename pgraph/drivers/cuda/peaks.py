@@ -5,23 +5,25 @@ Ghosts raise the peaks that PyTorch counts (Note [Ghosts in the statistics] in `
 and nothing lowers a peak but a reset, after which it stands at what is in use now. From there it can be
 raised again: by allocating what is missing and freeing it at once. That takes no memory of the device. What
 was allocated at the peak and has been freed since lies in the allocator's cache, and is taken from there;
-what the cache has given back to the device meanwhile is allocated as ghosts.
+what the cache has given back to the device meanwhile is allocated as ghosts. At the peak of reserved memory
+less may have been allocated than is given back since: then ghosts come and go one after the other, each in a
+pool that keeps it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
 from pgraph.drivers.cuda import snapshot
 from pgraph.drivers.cuda.cache import divides_blocks
 from pgraph.drivers.cuda.ghost import CudaArena, GhostPools, unlimited
-from pgraph.drivers.peak_stats import FreeBlock, Lift, lift
+from pgraph.drivers.peak_stats import SEGMENT, FreeBlock, Lift, lift
 
 __all__ = ["restore"]
 
-_SMALLEST_SEGMENT = 2 << 20
 _EXACT_SEGMENT = 10 << 20  # from here on a segment has the size of its block, rounded up to the smallest
 
 
@@ -36,7 +38,7 @@ def restore(device: torch.device, allocated: int, reserved: int) -> bool:
     stats = snapshot.numbers(device.index)
     now = [stats[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes")]
     plan = lift((allocated, reserved), (now[0], now[1]), _free_blocks(device))
-    if plan is None or plan.ghosts % _SMALLEST_SEGMENT:
+    if plan is None:
         return False
     torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(torch.OutOfMemoryError):  # another thread has taken such a block
@@ -52,14 +54,21 @@ def _raise(device: torch.device, plan: Lift) -> None:
             _allocate_ghosts(device, plan.ghosts)
 
 
-def _allocate_ghosts(device: torch.device, nbytes: int) -> None:
-    """Allocate and free so many bytes, in segments of just that many (Note [Blocks that nobody fills])."""
-    sizes = [nbytes] if nbytes >= _EXACT_SEGMENT else [_SMALLEST_SEGMENT // 2] * (nbytes // _SMALLEST_SEGMENT)
-    arena = CudaArena(device, 0)
+def _allocate_ghosts(device: torch.device, ghosts: Sequence[int]) -> None:
+    """Allocate and free so many bytes, one after the other, in segments of just that many.
+
+    Each has a pool of its own, so that none is served by what another has freed. As long as its pool is there
+    that is reserved (Note [Blocks that nobody fills] tells who is asked).
+    """
+    stream, arena = torch.cuda.current_stream(device), CudaArena(device, 0)
     try:
-        stream = torch.cuda.current_stream(device)
-        with unlimited(device), GhostPools(arena), snapshot.taken(sizes, device, stream):
-            pass
+        with unlimited(device), GhostPools(arena) as pools:
+            for i, nbytes in enumerate(ghosts):
+                if i:
+                    pools.renew()
+                sizes = [nbytes] if nbytes >= _EXACT_SEGMENT else [SEGMENT // 2] * (nbytes // SEGMENT)
+                with snapshot.taken(sizes, device, stream):
+                    pass
     finally:
         arena.close()
 

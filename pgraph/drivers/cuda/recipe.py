@@ -64,9 +64,8 @@ class CudaRecipe(Recipe):
 
     def _lie_at(self, base: int) -> None:
         layout, state = self._layout, ctypes.addressof(self.exec.state)
-        self._entry = RecipeEntry(
-            state, next(_numbers), base + layout.settings, self._rows.address, base, None
-        )
+        rows = layout.settings.address, self._rows.address
+        self._entry = RecipeEntry(state, next(_numbers), *rows, base, None)
         ctypes.memmove(base, ctypes.addressof(self._entry), ctypes.sizeof(RecipeEntry))
         self._entry = RecipeEntry.from_address(base)
         self.entry = base if self._library is not None else None
@@ -160,10 +159,14 @@ class CudaRecipe(Recipe):
             succeeded(-code)
         return code
 
+    def _taken(self, setting: SettingEntry) -> int:
+        """Address of the struct that the driver takes of a node."""
+        return int(self._entry.words) + 8 * int(setting.taken)
+
     def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:
         """What the driver is told of a node."""
         words = bytes(memoryview(self._words)[setting.first : setting.first + setting.count])
-        return (ctypes.string_at(setting.params, _HEAD) if node.kind == KERNEL else b"") + words
+        return (ctypes.string_at(self._taken(setting), _HEAD) if node.kind == KERNEL else b"") + words
 
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
         state, count, at, slots, words = self.exec.state, 0, 0, self._slots, self._words
@@ -181,7 +184,7 @@ class CudaRecipe(Recipe):
                 changed = node.kind != FIXED and not self.exec.holds(i, content)
             if changed:
                 count += 1
-                self.exec.set(i, setting.params, content)
+                self.exec.set(i, self._taken(setting), content)
         state.held = self._entry.number
         self.exec.launch(stream)
         return count
@@ -204,7 +207,7 @@ class CudaRecipe(Recipe):
             try:
                 for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
                     if node.kind == KERNEL:
-                        self.exec.set(i, setting.params, self._content(node, setting))
+                        self.exec.set(i, self._taken(setting), self._content(node, setting))
             except DriverError:
                 return False
         return True

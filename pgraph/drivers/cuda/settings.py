@@ -1,5 +1,5 @@
 """What the driver is told of nodes: their parameters, and the structs that point to them, in one block; and
-slots, which recipes share."""
+what recipes share: where that lies in their blocks, and slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 from pgraph.drivers.cuda.nodes import KernelParams
-from pgraph.native.structs import RecipeEntry, SettingEntry
+from pgraph.native.structs import RecipeEntry
 from pgraph.template.recording import NodeRecord
 from pgraph.template.template import Slot
 
-__all__ = ["ALIGNED", "RecipeLayout", "SlotRows", "layout_of", "places", "struct_of"]
+__all__ = ["ALIGNED", "EntryRows", "RecipeLayout", "layout_of", "places", "struct_of"]
 
 ALIGNED: Final = 64
 """Bytes. Tensor maps want it, of the block as of parameters within it."""
@@ -27,12 +27,13 @@ _MAP: Final = 128  # bytes of a tensor map: shorter parameters have none
 # else that is done for a node.
 _KERNEL_PARAMS: Final = "=Q7I4x4Q"
 _HEAD: Final = struct.Struct("=Q7I")  # what comes before its pointers
-_ROW: Final = struct.Struct("=iiq")  # `SlotEntry`
+_SLOT: Final = struct.Struct("=iiq")  # `SlotEntry`
+_SETTING: Final = struct.Struct("=4i")  # `SettingEntry`
 _CONTEXT: Final = KernelParams.ctx.offset
 
 
-class SlotRows:
-    """The `SlotEntry` of each slot, which nobody changes.
+class EntryRows:
+    """Structs that C reads and nobody changes: a `SlotEntry` per slot, or a `SettingEntry` per node.
 
     Attributes:
         packed: all of them.
@@ -61,15 +62,15 @@ class RecipeLayout:
 
     Attributes:
         nbytes: of a block.
-        settings: where its `SettingEntry` begin.
+        settings: the `SettingEntry` of each node.
     """
 
     def __init__(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot], first: int) -> None:
         self._first = first
         self._like = _told(nodes, slots)
-        self.settings = ctypes.sizeof(RecipeEntry)
-        head = self.settings + ctypes.sizeof(SettingEntry) * len(nodes)
+        head = ctypes.sizeof(RecipeEntry)
         self._params, self._structs, self.nbytes = places(nodes, head)
+        self.settings = EntryRows(self._settings(nodes, slots))
         self._begin = self._structs[-1] + _struct_bytes(nodes[-1]) if nodes else head  # of the parameters
         form, at = "=", self._begin
         for node, place in zip(nodes, self._params, strict=True):
@@ -77,11 +78,12 @@ class RecipeLayout:
             at = place + len(node.params)
         self._contents = struct.Struct(form)
         # Slots of the latest, and their rows; set at once, for threads.
-        self._latest: tuple[Sequence[Slot] | None, SlotRows] = None, SlotRows(bytes(_ROW.size * len(slots)))
-        self._rows = weakref.WeakValueDictionary[bytes, SlotRows]()
+        nothing = EntryRows(bytes(_SLOT.size * len(slots)))
+        self._latest: tuple[Sequence[Slot] | None, EntryRows] = None, nothing
+        self._rows = weakref.WeakValueDictionary[bytes, EntryRows]()
         self._headers = [node.header for node in nodes]
         # What comes before the parameters, at address 0, and what the address is added to.
-        image, ones = self._image(nodes, slots)
+        image, ones = self._image(nodes)
         self._words, self._ones = (int.from_bytes(words, sys.byteorder) for words in (image, ones))
 
     def serves(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> bool:
@@ -108,7 +110,7 @@ class RecipeLayout:
         words = int.from_bytes(block[: self._begin], sys.byteorder) + by * self._ones
         block[: self._begin] = words.to_bytes(self._begin, sys.byteorder)
 
-    def rows_of(self, slots: Sequence[Slot]) -> tuple[SlotRows, int]:
+    def rows_of(self, slots: Sequence[Slot]) -> tuple[EntryRows, int]:
         """The `SlotEntry` of each, and how many bytes they take that no other recipe's take. Most sizes have
         the same ones.
         """
@@ -116,7 +118,7 @@ class RecipeLayout:
         if slots == latest:
             return rows, 0
         packed = self._packed(slots, latest, rows.packed)
-        new = SlotRows(packed)
+        new = EntryRows(packed)
         rows = self._rows.setdefault(packed, new)
         self._latest = slots, rows
         return rows, len(packed) if rows is new else 0
@@ -127,25 +129,28 @@ class RecipeLayout:
         for i, (slot, old) in enumerate(zip(slots, latest or (None,) * len(slots), strict=True)):
             if slot is not old and slot != old:
                 node, offset, region, delta = slot
-                _ROW.pack_into(rows, i * _ROW.size, (words_of[node - first] + offset) // 8, region, delta)
+                _SLOT.pack_into(rows, i * _SLOT.size, (words_of[node - first] + offset) // 8, region, delta)
         return bytes(rows)
 
-    def _image(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> tuple[bytearray, bytearray]:
+    def _settings(self, nodes: Sequence[NodeRecord], slots: Sequence[Slot]) -> bytes:
+        rows, end = bytearray(), 0
+        for i, (node, params, place) in enumerate(zip(nodes, self._params, self._structs, strict=True)):
+            while end < len(slots) and slots[end].node == self._first + i:
+                end += 1
+            taken = place if node.kind == "kernel" else params
+            rows += _SETTING.pack(taken // 8, end, params // 8, len(node.params) // 8)
+        return bytes(rows)
+
+    def _image(self, nodes: Sequence[NodeRecord]) -> tuple[bytearray, bytearray]:
         """What comes before the parameters in a block at address 0; and a 1 in each word that holds an
         address within the block.
         """
         image, ones = bytearray(self._begin), bytearray(self._begin)
         view, marks = memoryview(image), memoryview(ones).cast("Q")
-        settings, end = array.array("Q"), 0  # as SettingEntry has them
-        for i, (node, params, place) in enumerate(zip(nodes, self._params, self._structs, strict=True)):
-            while end < len(slots) and slots[end].node == self._first + i:
-                end += 1
-            words = params // 8 | len(node.params) // 8 << 32  # two numbers of 32 bits each
-            marks[(self.settings + len(settings) * 8) // 8] = 1
-            settings.extend((struct_of(view, node, 0, params, place), end, words))
+        for node, params, place in zip(nodes, self._params, self._structs, strict=True):
             if node.kind == "kernel":
+                struct_of(view, node, 0, params, place)
                 _mark(marks, node, place // 8)
-        view[self.settings : self.settings + 8 * len(settings)] = settings.tobytes()
         return image, ones
 
 
