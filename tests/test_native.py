@@ -162,9 +162,7 @@ class InC:
         for number, recipe in enumerate(graph.recipes):
             flat = [slot for slots in recipe for slot in slots]
             ends = [sum(map(len, recipe[: i + 1])) for i in range(len(recipe))]
-            settings = (SettingEntry * max(len(ends), 1))(
-                *enumerate(ends)
-            )
+            settings = (SettingEntry * max(len(ends), 1))(*enumerate(ends))
             slots = (SlotEntry * max(len(flat), 1))(*flat)
             words = (ctypes.c_uint64 * max(len(flat), len(ends), 1))()
             at = ctypes.addressof(words)
