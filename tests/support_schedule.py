@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -37,10 +39,12 @@ class Together(LoadScopeScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """More work for the worker; one with a single test left would wait for another, or the end. One that
-        takes another's place gets none before it has told its tests.
+        takes another's place gets none before it has told its tests. One may have crashed meanwhile: what it
+        cannot be told is its work all the same, and goes back to the queue when the crash is heard of.
         """
         if node not in self.registered_collections:
             return
-        super()._reschedule(node)
-        while self._pending_of(self.assigned_work[node]) == 1 and not node.shutting_down:
+        with contextlib.suppress(OSError):
             super()._reschedule(node)
+            while self._pending_of(self.assigned_work[node]) == 1 and not node.shutting_down:
+                super()._reschedule(node)

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from unittest import mock
 
 import pytest
@@ -73,6 +74,20 @@ def test_a_worker_that_has_not_told_its_tests_gets_none() -> None:
     schedule.workqueue = {"test": {"test": False}}
     schedule._reschedule(worker)
     assert schedule.workqueue == {"test": {"test": False}}
+
+
+def test_a_worker_that_crashed_unheard_keeps_what_it_could_not_be_told() -> None:
+    """As where two crash at once: the run ended, since nothing could be sent to the second one."""
+    together = pytest.importorskip("support_schedule").Together
+    schedule, worker = together.__new__(together), mock.Mock(shutting_down=False)
+    worker.send_runtest_some.side_effect = OSError("cannot send (already closed?)")
+    schedule.registered_collections = {worker: ["one", "two", "three"]}
+    schedule.assigned_work, schedule.log = {worker: {"one": {"one": False}}}, mock.Mock()
+    schedule.workqueue = OrderedDict((name, {name: False}) for name in ("two", "three"))
+    schedule._reschedule(worker)
+    assert list(schedule.workqueue) == ["three"]
+    assert schedule.remove_node(worker) == "one", "the test that it crashed in"
+    assert sorted(schedule.workqueue) == ["three", "two"]
 
 
 def test_collections_leave_torch_alone() -> None:
