@@ -497,11 +497,11 @@ def test_a_recipe_is_one_block_of_memory(way: str, monkeypatch: pytest.MonkeyPat
     _, exec, (recipe,) = recipes_of(monkeypatch, way, [Size(nodes, slots)])
     assert recipe.nbytes <= 40 * 280
     assert (recipe.entry is None) == (way == "in Python")
-    assert all(recipe._taken(setting) % 8 == 0 for setting in recipe._settings)
+    assert all(recipe._params_of(setting) % 8 == 0 for setting in recipe._settings)
     big = [kernel("extra", 9, list(range(215)))[0] for _ in range(3)]
     _, _, (recipe,) = recipes_of(monkeypatch, way, [Size(big, [])])
     for setting in recipe._settings:
-        p = cuda_nodes.KernelParams.from_address(recipe._taken(setting))
+        p = cuda_nodes.KernelParams.from_address(recipe._params_of(setting))
         words = (ctypes.c_uint64 * 2).from_address(p.extra)
         assert words[1] % 64 == 0, "tensor maps want that"
     assert exec.state.held == 0

@@ -54,10 +54,10 @@ typedef struct {
 } pg_exec;
 
 typedef struct {
-    int32_t taken; /* index into words of the struct that the setter takes */
-    int32_t last;  /* slots before this one are of this node or an earlier one */
-    int32_t first; /* index into words of the parameters */
-    int32_t count; /* words of them */
+    int32_t params; /* index into words of the struct that the setter takes */
+    int32_t last;   /* slots before this one are of this node or an earlier one */
+    int32_t first;  /* index into words of the kernel's, copy's or fill's own parameters */
+    int32_t count;  /* words of them */
 } pg_setting;
 
 typedef struct {
@@ -82,11 +82,11 @@ static int set(const pg_exec *e, const pg_node *n, void *params)
     return (n->kind == MEMCPY ? e->calls->copy : e->calls->fill)(e->exec, n->node, params, e->ctx);
 }
 
-static void *taken(const pg_recipe *r, const pg_setting *s) { return r->words + s->taken; }
+static void *params_of(const pg_recipe *r, const pg_setting *s) { return r->words + s->params; }
 
 static int holds(const pg_held *h, const pg_node *n, const pg_recipe *r, const pg_setting *s)
 {
-    return h->words == s->count && (n->kind != KERNEL || !memcmp(h->head, taken(r, s), HEAD)) &&
+    return h->words == s->count && (n->kind != KERNEL || !memcmp(h->head, params_of(r, s), HEAD)) &&
            !memcmp(h->params, r->words + s->first, 8 * (size_t)s->count);
 }
 
@@ -96,7 +96,7 @@ static void note(pg_held *h, const pg_node *n, const pg_recipe *r, const pg_sett
     if (h->words < 0)
         return;
     if (n->kind == KERNEL)
-        memcpy(h->head, taken(r, s), HEAD);
+        memcpy(h->head, params_of(r, s), HEAD);
     memcpy(h->params, r->words + s->first, 8 * (size_t)s->count);
 }
 
@@ -104,7 +104,7 @@ static void note(pg_held *h, const pg_node *n, const pg_recipe *r, const pg_sett
 static int set_and_note(pg_exec *e, const pg_recipe *r, int64_t i)
 {
     const pg_node *n = &e->nodes[i];
-    int rc = set(e, n, taken(r, &r->settings[i]));
+    int rc = set(e, n, params_of(r, &r->settings[i]));
     if (rc)
         e->held = 0;
     if (!e->contents)

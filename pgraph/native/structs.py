@@ -54,7 +54,7 @@ class SettingEntry(ctypes.Structure):
     """`pg_setting`: what a recipe sets one node to, and which slots are its own."""
 
     _fields_ = [
-        ("taken", ctypes.c_int32),
+        ("params", ctypes.c_int32),
         ("last", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("count", ctypes.c_int32),

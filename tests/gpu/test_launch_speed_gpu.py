@@ -54,7 +54,7 @@ def test_nodes_are_set_after_the_upload() -> None:
     exec = recipe.exec
     (early,) = check(cu.cuGraphInstantiate(exec._source.graph, 0))
     for node, setting in zip(exec.nodes, recipe._settings, strict=True):
-        assert execs._calls()[0][0](int(early), node.node, recipe._taken(setting)) == 0
+        assert execs._calls()[0][0](int(early), node.node, recipe._params_of(setting)) == 0
     stream = torch.cuda.current_stream().cuda_stream
     times: dict[str, list[float]] = {"ours": [], "early": []}
     for _ in range(9):

@@ -159,14 +159,14 @@ class CudaRecipe(Recipe):
             succeeded(-code)
         return code
 
-    def _taken(self, setting: SettingEntry) -> int:
+    def _params_of(self, setting: SettingEntry) -> int:
         """Address of the struct that the driver takes of a node."""
-        return int(self._entry.words) + 8 * int(setting.taken)
+        return int(self._entry.words) + 8 * int(setting.params)
 
     def _content(self, node: NodeEntry, setting: SettingEntry) -> bytes:
         """What the driver is told of a node."""
         words = bytes(memoryview(self._words)[setting.first : setting.first + setting.count])
-        return (ctypes.string_at(self._taken(setting), _HEAD) if node.kind == KERNEL else b"") + words
+        return (ctypes.string_at(self._params_of(setting), _HEAD) if node.kind == KERNEL else b"") + words
 
     def _launch_in_python(self, bases: Sequence[int], stream: int) -> int:
         state, count, at, slots, words = self.exec.state, 0, 0, self._slots, self._words
@@ -184,7 +184,7 @@ class CudaRecipe(Recipe):
                 changed = node.kind != FIXED and not self.exec.holds(i, content)
             if changed:
                 count += 1
-                self.exec.set(i, self._taken(setting), content)
+                self.exec.set(i, self._params_of(setting), content)
         state.held = self._entry.number
         self.exec.launch(stream)
         return count
@@ -207,7 +207,7 @@ class CudaRecipe(Recipe):
             try:
                 for i, (node, setting) in enumerate(zip(self.exec.nodes, self._settings, strict=True)):
                     if node.kind == KERNEL:
-                        self.exec.set(i, self._taken(setting), self._content(node, setting))
+                        self.exec.set(i, self._params_of(setting), self._content(node, setting))
             except DriverError:
                 return False
         return True

@@ -137,8 +137,8 @@ class RecipeLayout:
         for i, (node, params, place) in enumerate(zip(nodes, self._params, self._structs, strict=True)):
             while end < len(slots) and slots[end].node == self._first + i:
                 end += 1
-            taken = place if node.kind == "kernel" else params
-            rows += _SETTING.pack(taken // 8, end, params // 8, len(node.params) // 8)
+            struct_at = place if node.kind == "kernel" else params
+            rows += _SETTING.pack(struct_at // 8, end, params // 8, len(node.params) // 8)
         return bytes(rows)
 
     def _image(self, nodes: Sequence[NodeRecord]) -> tuple[bytearray, bytearray]:
