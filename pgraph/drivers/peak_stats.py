@@ -122,7 +122,7 @@ def lift(peaks: tuple[int, int], now: tuple[int, int], free: Sequence[FreeBlock]
 
     Returns:
         None if that is not possible: more is in use than was at the peak, the cache is in pieces that are
-        too small, or what is to be reserved is no whole number of segments, or far more than may be allocated.
+        too small, or what is to be reserved is not whole segments, or far more than may be allocated.
     """
     missing, reserved = peaks[0] - now[0], peaks[1] - now[1]
     if missing < 0 or reserved < 0 or reserved % SEGMENT:
