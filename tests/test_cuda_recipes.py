@@ -495,7 +495,7 @@ def test_a_recipe_is_one_block_of_memory(way: str, monkeypatch: pytest.MonkeyPat
     nodes = [kernel("kernel", 6, list(range(6)))[0] for _ in range(40)]
     slots = [Slot(FIRST + i, 8 * k, k, 0) for i in range(40) for k in range(1, 5)]
     _, exec, (recipe,) = recipes_of(monkeypatch, way, [Size(nodes, slots)])
-    assert recipe.nbytes <= 40 * 280
+    assert recipe.nbytes <= 40 * 260
     assert (recipe.entry is None) == (way == "in Python")
     assert all(recipe._params_of(setting) % 8 == 0 for setting in recipe._settings)
     big = [kernel("extra", 9, list(range(215)))[0] for _ in range(3)]

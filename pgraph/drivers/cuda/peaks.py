@@ -57,8 +57,8 @@ def _raise(device: torch.device, plan: Lift) -> None:
 def _allocate_ghosts(device: torch.device, ghosts: Sequence[int]) -> None:
     """Allocate and free so many bytes, one after the other, in segments of just that many.
 
-    Each has a pool of its own, so that none is served by what another has freed. As long as its pool is there
-    that is reserved (Note [Blocks that nobody fills] tells who is asked).
+    Each has a pool of its own: what one has freed stays reserved there, and serves no other. The allocator is
+    asked for them as Note [Blocks that nobody fills] has it.
     """
     stream, arena = torch.cuda.current_stream(device), CudaArena(device, 0)
     try:
